@@ -1,0 +1,1 @@
+//! `cluster.toml`: read, layered, checked.

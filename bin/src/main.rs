@@ -1,0 +1,3 @@
+//! The `eaglet` command.
+
+fn main() {}

@@ -1,0 +1,1 @@
+//! Checkpoints: what vLLM serves, and what a run resumes from.

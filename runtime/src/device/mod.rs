@@ -1,0 +1,1 @@
+//! Where numbers are computed: one trait, and the CPU behind it.

@@ -1,0 +1,160 @@
+//! The names that everything in a cluster is addressed by.
+//!
+//! A *seat* is a numbered place fixed by `cluster.toml`; a *generation* is the n-th occupant of a seat; an *epoch* is
+//! the n-th membership of the draft group. Messages carry them, and anything older than the receiver's is dropped.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// What the occupant of a seat does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// Holds a verifier shard and extracts hidden states.
+    Verifier,
+    /// Holds a replica of the draft and trains it.
+    Draft,
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Role::Verifier => "verifier",
+            Role::Draft => "draft",
+        })
+    }
+}
+
+/// A numbered place of the cluster, written `draft-0` or `verifier-1`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Seat {
+    /// What its occupant does.
+    pub role: Role,
+    /// Number within the role, from 0.
+    pub index: u16,
+}
+
+impl Seat {
+    /// The `index`-th draft seat.
+    pub const fn draft(index: u16) -> Self {
+        Self { role: Role::Draft, index }
+    }
+
+    /// The `index`-th verifier seat.
+    pub const fn verifier(index: u16) -> Self {
+        Self { role: Role::Verifier, index }
+    }
+}
+
+impl fmt::Display for Seat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}-{}", self.role, self.index)
+    }
+}
+
+/// A text that is no seat.
+#[derive(Debug, thiserror::Error)]
+#[error("`{0}` is no seat; seats are written like draft-0 or verifier-1")]
+pub struct SeatParseError(String);
+
+impl FromStr for Seat {
+    type Err = SeatParseError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let wrong = || SeatParseError(text.to_owned());
+        let (role, index) = text.rsplit_once('-').ok_or_else(wrong)?;
+        let role = match role {
+            "verifier" => Role::Verifier,
+            "draft" => Role::Draft,
+            _ => return Err(wrong()),
+        };
+        Ok(Self { role, index: index.parse().map_err(|_| wrong())? })
+    }
+}
+
+macro_rules! counter {
+    ($(#[$doc:meta])* $name:ident($inner:ty)) => {
+        $(#[$doc])*
+        #[derive(
+            Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+        )]
+        pub struct $name(pub $inner);
+
+        impl $name {
+            /// The one after this.
+            #[must_use]
+            pub const fn next(self) -> Self {
+                Self(self.0 + 1)
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                fmt::Display::fmt(&self.0, f)
+            }
+        }
+    };
+}
+
+counter! {
+    /// The n-th occupant of a seat.
+    Generation(u32)
+}
+counter! {
+    /// The n-th membership of the draft group.
+    Epoch(u64)
+}
+counter! {
+    /// Number of optimizer steps committed: step `n` is the one that takes the weights from `n` to `n + 1`.
+    Step(u64)
+}
+counter! {
+    /// Place of a sample in the order in which the journal accepted it.
+    SampleSeq(u64)
+}
+
+/// The unit of account of the ledger: one pass over one sample.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Unit {
+    /// Which pass over the data, from 0.
+    pub pass: u32,
+    /// Which sample.
+    pub sample: SampleSeq,
+}
+
+/// A row of a step: the work of one draft seat in one optimizer step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum RowId {
+    /// A row that is trained.
+    Train {
+        /// The step it belongs to.
+        step: Step,
+        /// The draft seat it belongs to.
+        seat: u16,
+    },
+    /// A row that is only evaluated; it belongs to the draft seat `seat`.
+    HeldOut {
+        /// The draft seat that evaluates it.
+        seat: u16,
+    },
+}
+
+impl RowId {
+    /// The draft seat whose work this row is.
+    pub const fn seat(self) -> u16 {
+        match self {
+            Self::Train { seat, .. } | Self::HeldOut { seat } => seat,
+        }
+    }
+}
+
+impl fmt::Display for RowId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Train { step, seat } => write!(f, "row of step {step} for draft-{seat}"),
+            Self::HeldOut { seat } => write!(f, "held-out row of draft-{seat}"),
+        }
+    }
+}

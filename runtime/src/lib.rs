@@ -1,0 +1,21 @@
+//! What an eaglet rank computes: models, data, collectives, transports, checkpoints.
+//!
+//! Nothing here decides *when* something happens: that is `eaglet-actors`. The crate has no actors, no supervision
+//! and no knowledge of `cluster.toml`.
+
+pub mod checkpoint;
+pub mod collective;
+pub mod contract;
+pub mod control;
+pub mod device;
+pub mod digest;
+pub mod draft;
+pub mod ids;
+pub mod link;
+pub mod optimizer;
+pub mod rope;
+pub mod row;
+pub mod samples;
+pub mod verifier;
+pub mod weights;
+pub mod wire;

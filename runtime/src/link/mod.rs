@@ -1,0 +1,1 @@
+//! The bulk plane: tensors between processes of one host through shared memory.

@@ -1,0 +1,1 @@
+//! From chats to packed rows: reading, templates, loss masks, the draft vocabulary.

@@ -1,0 +1,1 @@
+//! The large model whose hidden states are distilled.

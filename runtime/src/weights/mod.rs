@@ -1,0 +1,1 @@
+//! Tensors in safetensors files, mapped and read by name.

@@ -1,0 +1,1 @@
+//! Whole-cluster tests live in `tests/`; this library is their shared harness.
