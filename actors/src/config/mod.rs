@@ -1,1 +1,201 @@
 //! `cluster.toml`: read, layered, checked.
+//!
+//! Three layers, later ones win: the file, environment variables `EAGLET__SECTION__KEY`, and `--set section.key=value`.
+//! Relative paths mean the folder of the cluster file, whichever layer they come from. [`ClusterConfig::load`] either
+//! returns a configuration that satisfies every rule of `check`, with absolute paths and numbered seats, or all of its
+//! problems at once, each with its line, variable or flag.
+
+mod check;
+mod keys;
+mod layers;
+mod problem;
+mod sections;
+#[cfg(test)]
+mod tests;
+
+use std::path::{Path, PathBuf};
+
+use config::Config;
+use eaglet_runtime::ids::{Role, Seat};
+use serde::{Deserialize, Serialize};
+
+use layers::{Layers, VARIABLE_PREFIX};
+pub use problem::{ConfigError, Place, Problem};
+pub use sections::{
+    CheckpointsConfig, DraftConfig, RankConfig, RunConfig, SamplesConfig, Schedule, SupervisionConfig,
+    TooLong, TrainingConfig, VerifierConfig,
+};
+
+/// A whole cluster, as `cluster.toml` describes it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ClusterConfig {
+    /// What the run is called and where it lives.
+    pub run: RunConfig,
+    /// The model whose hidden states are learnt from.
+    pub verifier: VerifierConfig,
+    /// The shape of the draft.
+    pub draft: DraftConfig,
+    /// The objective and the optimizer.
+    pub training: TrainingConfig,
+    /// What is trained on and what is held out.
+    pub samples: SamplesConfig,
+    /// When training state is written.
+    pub checkpoints: CheckpointsConfig,
+    /// When a rank is given up and how it comes back.
+    pub supervision: SupervisionConfig,
+    /// The processes of the cluster.
+    pub ranks: Vec<RankConfig>,
+}
+
+impl ClusterConfig {
+    /// Reads the cluster file and lays environment variables and `--set` texts (`section.key=value`) over it.
+    ///
+    /// Variables that do not start with `EAGLET__` are passed over; see [`environment`].
+    ///
+    /// # Errors
+    /// If the file cannot be read or anything in any layer is wrong; the error lists all of it.
+    pub fn load<S: AsRef<str>>(
+        path: &Path,
+        environment: impl IntoIterator<Item = (String, String)>,
+        sets: &[S],
+    ) -> Result<Self, ConfigError> {
+        let mut layers = Layers::new(&path.display().to_string());
+        match std::fs::read_to_string(path) {
+            Ok(text) => layers.read_file(&text),
+            Err(error) => {
+                let place = layers.place("");
+                return Err(ConfigError::one(place, format!("cannot be read: {error}")));
+            }
+        }
+        let mut variables: Vec<_> = environment.into_iter().collect();
+        variables.sort(); // a fixed order: of two spellings of one key the same one wins every time
+        for (name, value) in &variables {
+            layers.read_variable(name, value);
+        }
+        for set in sets {
+            layers.read_flag(set.as_ref());
+        }
+        check::required(&mut layers);
+        let config = match Self::merge(&layers) {
+            Ok(mut config) => {
+                let folder = path.parent().unwrap_or(Path::new(""));
+                // An empty path stands for the working directory, which `absolute` refuses.
+                let folder = if folder.as_os_str().is_empty() {
+                    Path::new(".")
+                } else {
+                    folder
+                };
+                match std::path::absolute(folder) {
+                    Ok(folder) => config.resolve(&folder, &layers),
+                    Err(error) => layers.problem(layers.place(""), format!("its folder is unknown: {error}")),
+                }
+                check::all(&config, &mut layers);
+                config
+            }
+            Err(error) => {
+                layers.problem(layers.place(""), error.to_string());
+                Self::default()
+            }
+        };
+        ConfigError::from_problems(layers.problems).map_or(Ok(config), Err)
+    }
+
+    fn merge(layers: &Layers) -> Result<Self, config::ConfigError> {
+        let mut builder = Config::builder();
+        for layer in &layers.layers {
+            builder = builder.add_source(layer.clone());
+        }
+        if layers.is_rejected("ranks") {
+            // A rank without a role is no rank; what is wrong with it has been said.
+            builder = builder.set_override("ranks", Vec::<config::Value>::new())?;
+        }
+        builder.build()?.try_deserialize()
+    }
+
+    /// Makes paths absolute and numbers the seats that have no number.
+    fn resolve(&mut self, folder: &Path, layers: &Layers) {
+        if self.run.directory.as_os_str().is_empty() {
+            self.run.directory = Path::new("runs").join(&self.run.name);
+        }
+        let files = self.samples.files.iter_mut().chain(&mut self.samples.held_out);
+        for path in files.chain([&mut self.run.directory, &mut self.verifier.path]) {
+            if !path.as_os_str().is_empty() {
+                // Joining component by component drops `.`, so that one file has one spelling.
+                *path = folder.join(&path).components().collect::<PathBuf>();
+            }
+        }
+        let is_numbered = |index: usize| layers.is_set(&format!("ranks[{index}].seat"));
+        let mut taken: Vec<Seat> = Vec::new();
+        taken.extend(
+            self.ranks
+                .iter()
+                .enumerate()
+                .filter(|(i, _)| is_numbered(*i))
+                .map(|(_, rank)| rank.seat()),
+        );
+        for index in (0..self.ranks.len()).filter(|&index| !is_numbered(index)) {
+            let rank = &mut self.ranks[index];
+            let free = |seat: &u16| {
+                !taken.contains(&Seat {
+                    role: rank.role,
+                    index: *seat,
+                })
+            };
+            rank.seat = (0..u16::MAX).find(free).unwrap_or(u16::MAX);
+            taken.push(rank.seat());
+        }
+    }
+
+    /// The configuration as a cluster file with absolute paths and numbered seats; it loads to an equal value.
+    ///
+    /// # Errors
+    /// If a path is not UTF-8.
+    pub fn to_toml(&self) -> Result<String, toml::ser::Error> {
+        toml::to_string(self)
+    }
+
+    /// Seats of the drafts, ascending.
+    pub fn draft_seats(&self) -> Vec<Seat> {
+        self.seats(Role::Draft)
+    }
+
+    /// Seats of the verifier, ascending.
+    pub fn verifier_seats(&self) -> Vec<Seat> {
+        self.seats(Role::Verifier)
+    }
+
+    fn seats(&self, role: Role) -> Vec<Seat> {
+        let mut seats: Vec<_> = self
+            .ranks
+            .iter()
+            .map(RankConfig::seat)
+            .filter(|seat| seat.role == role)
+            .collect();
+        seats.sort();
+        seats
+    }
+
+    /// The rank that occupies a seat.
+    pub fn rank(&self, seat: Seat) -> Option<&RankConfig> {
+        self.ranks.iter().find(|rank| rank.seat() == seat)
+    }
+
+    /// CPU threads of a rank on a machine with `cores` cores, at least 1.
+    pub fn threads(&self, rank: &RankConfig, cores: usize) -> usize {
+        if rank.threads > 0 {
+            return rank.threads;
+        }
+        let sharing = self.ranks.iter().filter(|other| other.host == rank.host).count();
+        (cores / sharing.max(1)).max(1)
+    }
+}
+
+/// The variables of this process that configure a cluster. A value that is not UTF-8 gets replacement characters,
+/// which the checks then refuse or show.
+pub fn environment() -> Vec<(String, String)> {
+    std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.to_string_lossy().into_owned())))
+        .filter(|(name, _)| name.starts_with(VARIABLE_PREFIX))
+        .collect()
+}

@@ -1,0 +1,299 @@
+//! Rules that span several keys or look at the file system. Rules of one key are in `keys`.
+
+use std::path::Path;
+
+use eaglet_runtime::ids::Role;
+
+use super::ClusterConfig;
+use super::layers::Layers;
+use super::sections::{RankConfig, Schedule};
+
+/// Keys that have no default.
+const REQUIRED: [(&str, &str); 3] = [
+    ("run.name", "a run needs one, for example name = \"demo\""),
+    ("verifier.path", "name the verifier's folder"),
+    ("samples.files", "name at least one JSONL file"),
+];
+
+/// Reports required keys that no layer holds. A rank without a role takes all ranks out of the later checks.
+pub(crate) fn required(layers: &mut Layers) {
+    for (path, remedy) in REQUIRED {
+        if !layers.is_set(path) && !layers.is_rejected(path) {
+            layers.problem(layers.place(path), format!("{path} is missing; {remedy}"));
+            layers.reject(path);
+        }
+    }
+    let roles: Vec<_> = (0..layers.ranks)
+        .map(|index| format!("ranks[{index}].role"))
+        .collect();
+    for path in &roles {
+        if !layers.is_set(path) && !layers.is_rejected(path) {
+            layers.problem(
+                layers.place(path),
+                format!("{path} is missing; it is \"verifier\" or \"draft\""),
+            );
+            layers.reject(path);
+        }
+    }
+    if roles.iter().any(|path| layers.is_rejected(path)) {
+        layers.reject("ranks");
+    }
+}
+
+/// A checker that reports only what no earlier problem explains.
+struct Checker<'a> {
+    layers: &'a mut Layers,
+}
+
+impl Checker<'_> {
+    /// Reports `message` at the first of `paths` unless `holds`, or unless the value of one of them was left out.
+    fn rule(&mut self, holds: bool, paths: &[&str], message: impl FnOnce() -> String) {
+        if holds || paths.iter().any(|path| self.layers.is_rejected(path)) {
+            return;
+        }
+        // The key that somebody wrote is the one to mend, not the default it contradicts.
+        let written = paths
+            .iter()
+            .find(|path| self.layers.is_set(path))
+            .unwrap_or(&paths[0]);
+        let place = self.layers.place(written);
+        self.layers.problem(place, message());
+    }
+}
+
+/// Checks a merged configuration with absolute paths.
+pub(crate) fn all(config: &ClusterConfig, layers: &mut Layers) {
+    let mut checker = Checker { layers };
+    verifier(config, &mut checker);
+    draft(config, &mut checker);
+    training(config, &mut checker);
+    samples(config, &mut checker);
+    supervision(config, &mut checker);
+    ranks(config, &mut checker);
+}
+
+fn verifier(config: &ClusterConfig, checker: &mut Checker<'_>) {
+    let path = &config.verifier.path;
+    let shown = path.display();
+    checker.rule(path.is_dir(), &["verifier.path"], || {
+        format!("verifier.path: there is no folder {shown}; paths are relative to the cluster file")
+    });
+    checker.rule(
+        !path.is_dir() || path.join("config.json").is_file(),
+        &["verifier.path"],
+        || {
+            format!(
+                "verifier.path: {shown} holds no config.json; it must be a model in the Hugging Face layout"
+            )
+        },
+    );
+    if let Some(layers) = &config.verifier.aux_layers {
+        let ascending = !layers.is_empty() && layers.windows(2).all(|pair| pair[0] < pair[1]);
+        checker.rule(ascending, &["verifier.aux_layers"], || {
+            format!(
+                "verifier.aux_layers = {layers:?} must name at least one layer, ascending and without repeats"
+            )
+        });
+    }
+}
+
+fn draft(config: &ClusterConfig, checker: &mut Checker<'_>) {
+    let draft = &config.draft;
+    checker.rule(
+        !(draft.fc_norm && draft.norm_before_fc),
+        &["draft.fc_norm", "draft.norm_before_fc"],
+        || "draft.fc_norm and draft.norm_before_fc exclude each other; set one of them to false".to_owned(),
+    );
+    if let (Some(heads), Some(kv_heads)) = (draft.heads, draft.kv_heads) {
+        checker.rule(heads % kv_heads == 0, &["draft.kv_heads", "draft.heads"], || {
+            format!("draft.kv_heads = {kv_heads} must divide draft.heads = {heads}")
+        });
+    }
+    if let Some(head_dim) = draft.head_dim {
+        checker.rule(head_dim % 2 == 0, &["draft.head_dim"], || {
+            format!("draft.head_dim = {head_dim} must be even; rotary embeddings turn pairs of dimensions")
+        });
+    }
+}
+
+fn training(config: &ClusterConfig, checker: &mut Checker<'_>) {
+    let training = &config.training;
+    checker.rule(
+        training.decay_ratio == 0.0 || training.schedule == Schedule::Constant,
+        &["training.decay_ratio", "training.schedule"],
+        || {
+            "training.decay_ratio is only for training.schedule = \"constant\"; the others fall anyway"
+                .to_owned()
+        },
+    );
+    let (warmup, decay) = (training.warmup_ratio, training.decay_ratio);
+    checker.rule(warmup + decay <= 1.0, &["training.decay_ratio", "training.warmup_ratio"], || {
+        format!("training.warmup_ratio = {warmup} and training.decay_ratio = {decay} must not exceed 1 together")
+    });
+    checker.rule(
+        config.samples.min_trained_tokens < training.tokens_per_row,
+        &["samples.min_trained_tokens", "training.tokens_per_row"],
+        || {
+            format!(
+                "samples.min_trained_tokens = {} must be less than training.tokens_per_row = {}",
+                config.samples.min_trained_tokens, training.tokens_per_row
+            )
+        },
+    );
+}
+
+fn samples(config: &ClusterConfig, checker: &mut Checker<'_>) {
+    let samples = &config.samples;
+    checker.rule(!samples.files.is_empty(), &["samples.files"], || {
+        "samples.files is empty; name at least one JSONL file".to_owned()
+    });
+    let lists = [
+        ("samples.files", &samples.files),
+        ("samples.held_out", &samples.held_out),
+    ];
+    let mut seen: Vec<(&Path, String)> = Vec::new();
+    for (list, files) in lists {
+        for (index, file) in files.iter().enumerate() {
+            let path = format!("{list}[{index}]");
+            checker.rule(file.is_file(), &[&path], || {
+                format!(
+                    "{list}: there is no file {}; paths are relative to the cluster file",
+                    file.display()
+                )
+            });
+            let earlier = seen.iter().find(|(other, _)| other == file);
+            checker.rule(earlier.is_none(), &[&path], || {
+                let earlier = earlier.map(|(_, place)| place.as_str()).unwrap_or_default();
+                format!(
+                    "{list}: {} is {earlier} already; name each file once",
+                    file.display()
+                )
+            });
+            seen.push((file, path));
+        }
+    }
+    checker.rule(
+        samples.held_out.is_empty() || samples.held_out_every == 0,
+        &["samples.held_out_every", "samples.held_out"],
+        || "samples.held_out_every is for runs without samples.held_out; drop one of them".to_owned(),
+    );
+    checker.rule(samples.held_out_every != 1, &["samples.held_out_every"], || {
+        "samples.held_out_every = 1 holds every sample out; take 2 or more, or 0 to hold none out".to_owned()
+    });
+}
+
+fn supervision(config: &ClusterConfig, checker: &mut Checker<'_>) {
+    let supervision = &config.supervision;
+    let (beat, suspect) = (supervision.beat_interval_ms, supervision.suspect_after_ms);
+    let (dead, lease) = (supervision.dead_after_ms, supervision.coordinator_lease_ms);
+    checker.rule(
+        suspect >= 3 * beat,
+        &["supervision.suspect_after_ms", "supervision.beat_interval_ms"],
+        || {
+            format!(
+                "supervision.suspect_after_ms = {suspect} must be at least three beats of {beat} ms, \
+                 else one late beat makes a rank suspect"
+            )
+        },
+    );
+    checker.rule(
+        dead > suspect,
+        &["supervision.dead_after_ms", "supervision.suspect_after_ms"],
+        || {
+            format!(
+                "supervision.dead_after_ms = {dead} must be above supervision.suspect_after_ms = {suspect}"
+            )
+        },
+    );
+    checker.rule(
+        lease >= dead,
+        &["supervision.coordinator_lease_ms", "supervision.dead_after_ms"],
+        || {
+            format!(
+                "supervision.coordinator_lease_ms = {lease} must be at least supervision.dead_after_ms = {dead}, \
+                 else ranks leave before they are missed"
+            )
+        },
+    );
+    let (initial, max) = (supervision.backoff_initial_ms, supervision.backoff_max_ms);
+    checker.rule(
+        initial <= max,
+        &["supervision.backoff_initial_ms", "supervision.backoff_max_ms"],
+        || format!("supervision.backoff_initial_ms = {initial} must not exceed supervision.backoff_max_ms = {max}"),
+    );
+}
+
+fn ranks(config: &ClusterConfig, checker: &mut Checker<'_>) {
+    for (index, rank) in config.ranks.iter().enumerate() {
+        let path = |name: &str| format!("ranks[{index}].{name}");
+        place_of_work(rank, index, checker);
+        let same = config.ranks[..index]
+            .iter()
+            .position(|other| other.seat() == rank.seat());
+        checker.rule(same.is_none(), &[&path("seat")], || {
+            format!(
+                "{}: {} is the seat of ranks[{}] already",
+                path("seat"),
+                rank.seat(),
+                same.unwrap_or_default()
+            )
+        });
+        let peers = config
+            .ranks
+            .iter()
+            .filter(|other| other.role == rank.role)
+            .count();
+        checker.rule(usize::from(rank.seat) < peers, &[&path("seat")], || {
+            format!(
+                "{} = {} leaves a gap; {} {} ranks have seats 0 to {}",
+                path("seat"),
+                rank.seat,
+                peers,
+                rank.role,
+                peers - 1
+            )
+        });
+    }
+    for (role, remedy) in [
+        (Role::Verifier, "nothing would extract hidden states"),
+        (Role::Draft, "nothing would be trained"),
+    ] {
+        checker.rule(
+            config.ranks.iter().any(|rank| rank.role == role),
+            &["ranks"],
+            || format!("no rank has the role \"{role}\", so {remedy}; add [[ranks]] with role = \"{role}\""),
+        );
+    }
+}
+
+fn place_of_work(rank: &RankConfig, index: usize, checker: &mut Checker<'_>) {
+    let path = |name: &str| format!("ranks[{index}].{name}");
+    checker.rule(rank.device == "cpu", &[&path("device")], || {
+        let device = &rank.device;
+        let is_cuda = device
+            .strip_prefix("cuda:")
+            .is_some_and(|number| number.parse::<u16>().is_ok());
+        if is_cuda {
+            format!(
+                "{} = \"{device}\" needs the CUDA backend, which is not part of this build; use \"cpu\"",
+                path("device")
+            )
+        } else {
+            format!("{} = \"{device}\" is no device; use \"cpu\"", path("device"))
+        }
+    });
+    checker.rule(rank.host == "local", &[&path("host")], || {
+        format!(
+            "{} = \"{}\" cannot be reached; ranks run on this machine, use \"local\"",
+            path("host"),
+            rank.host
+        )
+    });
+    checker.rule(rank.shard == "0/1", &[&path("shard")], || {
+        format!(
+            "{} = \"{}\" is not supported; a rank holds the whole verifier, use \"0/1\"",
+            path("shard"),
+            rank.shard
+        )
+    });
+}
