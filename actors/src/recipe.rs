@@ -4,12 +4,12 @@ use eaglet_runtime::checkpoint::ExportInfo;
 use eaglet_runtime::contract::Contract;
 use eaglet_runtime::digest::{Digest, Digester};
 use eaglet_runtime::draft::{DraftSpec, TrainingSpec};
-use eaglet_runtime::optimizer::{AdamWConfig, Schedule, ScheduleKind};
-use eaglet_runtime::samples::{ChatTokenizer, TemplateError, TokenizerError};
+use eaglet_runtime::optimizer::AdamWSpec;
+use eaglet_runtime::samples::{ChatTokenizer, TokenizerError};
 use eaglet_runtime::verifier::{VerifierConfig, VerifierError, VerifierFiles};
 
-use crate::config::{self, ClusterConfig};
-use crate::engine::{RestartPolicy, Settings};
+use crate::config::{ClusterConfig, Schedule};
+use crate::engine::{Fall, LearningRate, RestartPolicy, Settings};
 
 /// Rows are extracted for so many steps ahead of the one that is trained.
 const PREFETCH_STEPS: u64 = 3;
@@ -25,9 +25,6 @@ pub enum RecipeError {
     /// The tokenizer.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
-    /// The chat template.
-    #[error(transparent)]
-    Template(#[from] TemplateError),
     /// A value of `cluster.toml` does not fit the verifier.
     #[error("{key}: {what}")]
     Misfit {
@@ -126,27 +123,28 @@ pub fn training_spec(config: &ClusterConfig) -> TrainingSpec {
 }
 
 /// The optimizer.
-pub fn adamw(config: &ClusterConfig) -> AdamWConfig {
+pub fn adamw(config: &ClusterConfig) -> AdamWSpec {
     let training = &config.training;
-    AdamWConfig {
+    AdamWSpec {
         beta1: training.beta1,
         beta2: training.beta2,
-        eps: training.eps,
+        epsilon: training.eps,
         weight_decay: training.weight_decay,
+        clip_norm: (training.clip_norm > 0.0).then_some(training.clip_norm),
     }
 }
 
 /// The learning rate of each step.
-pub fn schedule(config: &ClusterConfig) -> Schedule {
+pub fn learning_rate(config: &ClusterConfig) -> LearningRate {
     let training = &config.training;
-    Schedule {
+    LearningRate {
         peak: training.learning_rate,
-        kind: match training.schedule {
-            config::Schedule::Linear => ScheduleKind::Linear,
-            config::Schedule::Cosine => ScheduleKind::Cosine,
-            config::Schedule::Constant => ScheduleKind::Constant { decay_ratio: training.decay_ratio },
-        },
         warmup_ratio: training.warmup_ratio,
+        fall: match training.schedule {
+            Schedule::Linear => Fall::Linear,
+            Schedule::Cosine => Fall::Cosine,
+            Schedule::Constant => Fall::Constant { decay_ratio: training.decay_ratio },
+        },
     }
 }
 
@@ -198,7 +196,7 @@ pub fn settings(config: &ClusterConfig, contract: Contract) -> Settings {
         evaluate_every_steps: config.training.evaluate_every_steps,
         max_new_tokens: config.training.max_new_tokens,
         checkpoint_every_steps: config.checkpoints.every_steps,
-        schedule: schedule(config),
+        learning_rate: learning_rate(config),
         dead_after_ms: supervision.dead_after_ms,
         attach_timeout_ms: ATTACH_TIMEOUT_MS,
         load_timeout_ms: supervision.load_timeout_s * 1000,

@@ -1,6 +1,7 @@
 //! One replica of the draft: weights, moments, and what a step does to them. No messages, no threads of its own.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
@@ -9,10 +10,10 @@ use eaglet_runtime::contract::Contract;
 use eaglet_runtime::control::{Acceptance, SeatMetrics, StepMetrics};
 use eaglet_runtime::device::Cpu;
 use eaglet_runtime::digest::{Digest, Digester};
-use eaglet_runtime::draft::{Draft, DraftBatch, DraftError, FrozenWeights, ParameterLayout, init_parameters};
+use eaglet_runtime::draft::{Draft, DraftBatch, DraftError, FrozenWeights, init_parameters};
 use eaglet_runtime::ids::Step;
-use eaglet_runtime::link::PooledBuffer;
-use eaglet_runtime::optimizer::{AdamW, clip_global_norm};
+use eaglet_runtime::link::{BulkKind, StateKind, bytes_of_f32};
+use eaglet_runtime::optimizer::{AdamW, LengthError};
 use eaglet_runtime::row::HiddenRow;
 use eaglet_runtime::samples::{DraftVocabulary, VocabularyError};
 use eaglet_runtime::verifier::{FrozenParts, VerifierError};
@@ -22,6 +23,8 @@ use crate::recipe::{self, RecipeError};
 
 /// File of a checkpoint that a run resumes from.
 pub const STATE_FILE: &str = "training_state.safetensors";
+/// Elements of a state that travel in one message.
+const PIECE_ELEMENTS: usize = 16 << 20;
 
 /// Why a replica cannot be built, restored or saved.
 #[derive(Debug, thiserror::Error)]
@@ -41,6 +44,9 @@ pub enum ReplicaError {
     /// A checkpoint.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// The optimizer.
+    #[error(transparent)]
+    Optimizer(#[from] LengthError),
     /// The device.
     #[error(transparent)]
     Threads(#[from] eaglet_runtime::device::ThreadsError),
@@ -55,8 +61,8 @@ pub enum ReplicaError {
 /// A replica of the draft.
 pub struct Replica {
     draft: Draft<Cpu>,
-    device: Cpu,
-    layout: ParameterLayout,
+    device: Arc<Cpu>,
+    frozen: FrozenWeights,
     optimizer: AdamW,
     parameters: Vec<f32>,
     gradient: Vec<f32>,
@@ -65,7 +71,6 @@ pub struct Replica {
     vocabulary: DraftVocabulary,
     contract: Contract,
     export: DraftConfig,
-    clip_norm: f64,
     tokens_per_row: usize,
 }
 
@@ -88,37 +93,37 @@ impl Replica {
             key: "draft",
             what: error.to_string(),
         })?;
-        let device = Cpu::new(threads)?;
-        let frozen = FrozenWeights::shared_head(
-            parts.embedding,
-            parts.head_rows,
-            parts.final_norm,
-            parts.config.rms_norm_eps,
-        );
-        let layout = ParameterLayout::new(&spec);
-        let length = layout.len();
-        let draft = Draft::new(spec, recipe::training_spec(config), frozen, device.clone())?;
+        let device = Arc::new(Cpu::new(threads)?);
+        let head: Arc<[f32]> = parts.head_rows.into();
+        let frozen = FrozenWeights {
+            embed: parts.embedding.into(),
+            verifier_head: Arc::clone(&head),
+            verifier_norm: parts.final_norm.into(),
+            verifier_norm_eps: parts.config.rms_norm_eps,
+            lm_head: head,
+        };
+        let draft = Draft::new(spec, recipe::training_spec(config), frozen.clone(), Arc::clone(&device))?;
+        let length = draft.layout().len();
         Ok(Self {
             draft,
             device,
+            frozen,
             optimizer: AdamW::new(recipe::adamw(config), length),
             parameters: vec![0.0; length],
             gradient: vec![0.0; length],
-            layout,
             step: Step::default(),
             digest: Digest::default(),
             vocabulary,
             contract: contract.clone(),
             export,
-            clip_norm: config.training.clip_norm,
             tokens_per_row: config.training.tokens_per_row,
         })
     }
 
     /// Takes the initial weights, a function of the seed.
     pub fn initialise(&mut self, seed: u64) {
-        self.parameters = init_parameters(self.draft.spec(), &self.layout, seed);
-        self.optimizer.reset();
+        self.parameters = init_parameters(self.draft.layout(), seed);
+        self.optimizer = AdamW::new(self.optimizer.spec, self.parameters.len());
         self.step = Step::default();
         self.digest = self.compute_digest();
     }
@@ -129,43 +134,68 @@ impl Replica {
     /// If the checkpoint is damaged or belongs to another draft.
     pub fn load(&mut self, folder: &Path) -> Result<(), ReplicaError> {
         let state = TrainingState::load(&folder.join(STATE_FILE), self.layout_digest())?;
-        self.parameters = state.parameters;
-        self.optimizer.restore(state.first_moment, state.second_moment, state.step.0);
-        self.step = state.step;
-        self.digest = self.compute_digest();
+        self.take(state.step, state.parameters, state.first_moment, state.second_moment);
         Ok(())
     }
 
-    /// Weights and moments, to be sent to a peer.
-    pub fn state(&self) -> Vec<Bytes> {
-        [&self.parameters[..], self.optimizer.first_moment(), self.optimizer.second_moment()]
-            .map(|vector| Bytes::copy_from_slice(bytemuck::cast_slice(vector)))
-            .to_vec()
+    fn take(&mut self, step: Step, parameters: Vec<f32>, first_moment: Vec<f32>, second_moment: Vec<f32>) {
+        self.parameters = parameters;
+        self.optimizer.m = first_moment;
+        self.optimizer.v = second_moment;
+        // Every step is one update.
+        self.optimizer.updates = step.0;
+        self.step = step;
+        self.digest = self.compute_digest();
     }
 
-    /// Takes the state that a peer sent.
+    /// Weights and moments in pieces, to be sent to a peer.
+    pub fn pieces(&self) -> Vec<(BulkKind, Bytes)> {
+        let mut pieces = Vec::new();
+        for (what, vector) in self.vectors() {
+            let digest = Digest::of_f32(vector);
+            let mut first = 0;
+            // An empty vector still has one piece, so that its end is seen.
+            loop {
+                let end = (first + PIECE_ELEMENTS).min(vector.len());
+                let kind = BulkKind::State {
+                    step: self.step,
+                    what,
+                    digest,
+                    elements: vector.len() as u64,
+                    first_element: first as u64,
+                };
+                pieces.push((kind, bytes_of_f32(vector[first..end].to_vec())));
+                first = end;
+                if first == vector.len() {
+                    break;
+                }
+            }
+        }
+        pieces
+    }
+
+    /// Takes the state that a peer sent piece by piece.
     ///
     /// # Errors
-    /// If it has another size, or not the digest that the peer announced.
-    pub fn restore(&mut self, step: Step, digest: Digest, parts: &[PooledBuffer]) -> Result<(), ReplicaError> {
-        let [parameters, first, second] = parts else {
-            return Err(ReplicaError::ForeignState { what: format!("has {} parts instead of 3", parts.len()) });
-        };
-        let expected = self.parameters.len() * 4;
-        for part in [parameters, first, second] {
-            if part.len() != expected {
-                let what = format!("has a part of {} bytes instead of {expected}", part.len());
+    /// If it belongs to a draft of another size.
+    pub fn adopt(&mut self, state: WholeState) -> Result<(), ReplicaError> {
+        let WholeState { step, weights, first_moments, second_moments } = state;
+        for vector in [&weights, &first_moments, &second_moments] {
+            if vector.len() != self.parameters.len() {
+                let what = format!("has {} elements instead of {}", vector.len(), self.parameters.len());
                 return Err(ReplicaError::ForeignState { what });
             }
         }
-        self.parameters = floats(parameters);
-        self.optimizer.restore(floats(first), floats(second), step.0);
-        self.step = step;
-        self.digest = self.compute_digest();
-        if self.digest != digest {
-            return Err(ReplicaError::ForeignState { what: "has another digest than announced".to_owned() });
-        }
+        self.take(step, weights, first_moments, second_moments);
         Ok(())
+    }
+
+    fn vectors(&self) -> [(StateKind, &[f32]); 3] {
+        [
+            (StateKind::Weights, &self.parameters),
+            (StateKind::FirstMoments, &self.optimizer.m),
+            (StateKind::SecondMoments, &self.optimizer.v),
+        ]
     }
 
     /// The gradient of a row, or zeros without one, and what was measured on the way.
@@ -203,12 +233,15 @@ impl Replica {
     }
 
     /// Applies a reduced gradient: clips it to the global norm, then AdamW. The step is over.
-    pub fn apply(&mut self, mut gradient: Vec<f32>, learning_rate: f64) {
-        clip_global_norm(&self.device, &mut gradient, self.clip_norm);
-        self.optimizer.apply(&self.device, &mut self.parameters, &gradient, learning_rate);
+    ///
+    /// # Errors
+    /// If the gradient has another length; nothing is changed then.
+    pub fn apply(&mut self, gradient: Vec<f32>, learning_rate: f64) -> Result<(), ReplicaError> {
+        self.optimizer.update(&*self.device, &mut self.parameters, &gradient, learning_rate)?;
         self.gradient = gradient;
         self.step = self.step.next();
         self.digest = self.compute_digest();
+        Ok(())
     }
 
     /// Acceptance on a row of held-out answers that the verifier wrote itself.
@@ -223,7 +256,7 @@ impl Replica {
             total.add(&Acceptance {
                 verifications: counts.verifications,
                 accepted: counts.accepted,
-                tried: counts.tried,
+                tried: counts.tried_at,
                 accepted_at: counts.accepted_at,
             });
         }
@@ -235,28 +268,26 @@ impl Replica {
     /// # Errors
     /// If the disk is full or read-only; nothing half-written is left.
     pub fn save(&self, checkpoints: &CheckpointFolder, keep: usize) -> Result<PathBuf, ReplicaError> {
-        let frozen = self.draft.frozen();
+        let frozen = &self.frozen;
         let spec = self.draft.spec();
         let (vocab, draft_vocab, hidden) = (spec.vocab_size, spec.draft_vocab_size, spec.hidden_size);
         let embedding_shape = [vocab, hidden];
         let head_shape = [draft_vocab, hidden];
         let folder = checkpoints.write(self.step, |folder| {
-            let trained = self
-                .layout
-                .entries()
-                .iter()
-                .map(|entry| (entry.name.as_str(), entry.shape.as_slice(), &self.parameters[entry.range()]));
+            let trained = self.draft.layout().tensors().iter().map(|slot| {
+                (slot.name.as_str(), slot.shape.as_slice(), &self.parameters[slot.range.clone()])
+            });
             let fixed = [
-                ("embed_tokens.weight", &embedding_shape[..], frozen.embedding()),
-                ("lm_head.weight", &head_shape[..], frozen.lm_head()),
+                ("embed_tokens.weight", &embedding_shape[..], &frozen.embed[..]),
+                ("lm_head.weight", &head_shape[..], &frozen.lm_head[..]),
             ];
             let (d2t, t2d) = (self.vocabulary.d2t(), self.vocabulary.t2d());
             checkpoint::export(folder, &self.export, trained.chain(fixed), Some(&d2t), Some(&t2d))?;
             let state = StateView {
                 step: self.step,
                 parameters: &self.parameters,
-                first_moment: self.optimizer.first_moment(),
-                second_moment: self.optimizer.second_moment(),
+                first_moment: &self.optimizer.m,
+                second_moment: &self.optimizer.v,
             };
             state.save(&folder.join(STATE_FILE), self.layout_digest())
         })?;
@@ -284,19 +315,66 @@ impl Replica {
 
     fn layout_digest(&self) -> Digest {
         checkpoint::layout_digest(
-            self.layout.entries().iter().map(|entry| (entry.name.as_str(), entry.shape.as_slice())),
+            self.draft.layout().tensors().iter().map(|slot| (slot.name.as_str(), slot.shape.as_slice())),
         )
     }
 
     fn compute_digest(&self) -> Digest {
         let mut digester = Digester::new();
-        for vector in [&self.parameters[..], self.optimizer.first_moment(), self.optimizer.second_moment()] {
+        for (_, vector) in self.vectors() {
             digester.part(bytemuck::cast_slice(vector));
         }
         digester.finish()
     }
 }
 
-fn floats(bytes: &[u8]) -> Vec<f32> {
-    bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+/// A state that is arriving from a peer.
+#[derive(Default)]
+pub struct IncomingState {
+    step: Step,
+    vectors: [Option<Incoming>; 3],
+}
+
+struct Incoming {
+    digest: Digest,
+    values: Vec<f32>,
+    elements: usize,
+}
+
+/// A state that has arrived.
+pub struct WholeState {
+    step: Step,
+    weights: Vec<f32>,
+    first_moments: Vec<f32>,
+    second_moments: Vec<f32>,
+}
+
+impl IncomingState {
+    /// Takes one piece; pieces of a vector come in their order. Returns the state once it is whole.
+    ///
+    /// # Errors
+    /// If the piece does not follow those before it, or a whole vector has another digest than announced.
+    pub fn take(&mut self, kind: &BulkKind, bytes: &[u8]) -> Result<Option<WholeState>, ReplicaError> {
+        let foreign = |what: &str| ReplicaError::ForeignState { what: what.to_owned() };
+        let &BulkKind::State { step, what, digest, elements, first_element } = kind else { return Ok(None) };
+        if self.vectors.iter().all(Option::is_none) {
+            self.step = step;
+        }
+        let slot = &mut self.vectors[what as usize];
+        let vector = slot.get_or_insert_with(|| Incoming { digest, values: Vec::new(), elements: elements as usize });
+        if step != self.step || vector.digest != digest || vector.values.len() as u64 != first_element {
+            return Err(foreign("has pieces that do not follow each other"));
+        }
+        vector.values.extend(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+        if vector.values.len() == vector.elements && Digest::of_f32(&vector.values) != digest {
+            return Err(foreign("has another digest than announced"));
+        }
+        let whole = |vector: &Option<Incoming>| vector.as_ref().is_some_and(|v| v.values.len() == v.elements);
+        if !self.vectors.iter().all(whole) {
+            return Ok(None);
+        }
+        let [weights, first_moments, second_moments] =
+            std::mem::take(&mut self.vectors).map(|vector| vector.map(|v| v.values).unwrap_or_default());
+        Ok(Some(WholeState { step, weights, first_moments, second_moments }))
+    }
 }

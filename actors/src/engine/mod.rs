@@ -37,7 +37,7 @@ use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, SampleSeq, Seat, Step}
 use eaglet_runtime::samples::Location;
 pub use ledger::LedgerCounts;
 pub use replay::ReplayError;
-pub use settings::{RestartPolicy, Settings};
+pub use settings::{Fall, LearningRate, RestartPolicy, Settings};
 pub use view::{EngineView, SeatView};
 
 use self::ledger::Ledger;

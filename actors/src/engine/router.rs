@@ -201,6 +201,11 @@ impl Engine {
         if !self.seats.is_current(from, sender) {
             return; // its process is gone, and its rows were given back then
         }
+        if from.role == Role::Draft {
+            self.warn(format!("the link from {from} to {draft} broke: {reason}; the epoch is formed again"));
+            self.restart_epoch();
+            return;
+        }
         self.warn(format!("the link from {from} to {draft} broke: {reason}; its rows are extracted again"));
         self.give_back(|row, state| {
             row.seat() == draft.index

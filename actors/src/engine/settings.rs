@@ -1,6 +1,7 @@
 //! What the engine must know of `cluster.toml`.
 
 use eaglet_runtime::contract::Contract;
+use eaglet_runtime::optimizer::{Decay, Schedule};
 
 /// When a seat is filled again, and when that is given up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,6 +14,48 @@ pub struct RestartPolicy {
     pub backoff_initial_ms: u64,
     /// Longest wait.
     pub backoff_max_ms: u64,
+}
+
+/// How the learning rate falls after the warm-up.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Fall {
+    /// Straight to zero.
+    Linear,
+    /// Half a cosine to zero.
+    Cosine,
+    /// Not at all until the last part of the run, then straight to zero.
+    Constant {
+        /// That part, 0 to 1.
+        decay_ratio: f64,
+    },
+}
+
+/// The learning rate as parts of a run whose length is known later.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LearningRate {
+    /// After the warm-up.
+    pub peak: f64,
+    /// Part of the run that warms up, 0 to 1.
+    pub warmup_ratio: f64,
+    /// What comes then.
+    pub fall: Fall,
+}
+
+impl LearningRate {
+    /// The schedule of a run of so many steps.
+    pub fn schedule(&self, total_steps: u64) -> Schedule {
+        let part = |ratio: f64| (ratio * total_steps as f64).ceil() as u64;
+        Schedule {
+            peak: self.peak,
+            warmup_steps: part(self.warmup_ratio),
+            total_steps,
+            decay: match self.fall {
+                Fall::Linear => Decay::Linear,
+                Fall::Cosine => Decay::Cosine,
+                Fall::Constant { decay_ratio } => Decay::Constant { decay_steps: part(decay_ratio) },
+            },
+        }
+    }
 }
 
 /// What the engine must know of `cluster.toml`.
@@ -41,7 +84,7 @@ pub struct Settings {
     /// Write a checkpoint every so many steps; 0 is only at the end.
     pub checkpoint_every_steps: u64,
     /// Learning rate of each step.
-    pub schedule: eaglet_runtime::optimizer::Schedule,
+    pub learning_rate: LearningRate,
     /// A rank that is silent for longer is dead.
     pub dead_after_ms: u64,
     /// A rank must attach within this.

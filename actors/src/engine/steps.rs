@@ -290,7 +290,8 @@ impl Engine {
         self.commands.push(Command::Committed(report));
     }
 
-    fn restart_epoch(&mut self) {
+    /// Drops the step in flight and forms the group again from the same replicas.
+    pub(super) fn restart_epoch(&mut self) {
         self.epoch = self.epoch.next();
         self.formed = false;
         self.step_phase = StepPhase::Idle;
@@ -301,7 +302,7 @@ impl Engine {
     }
 
     fn report(&self, step: Step, staged: &BTreeMap<u16, Staged>, replay: bool) -> StepReport {
-        let learning_rate = self.settings.schedule.learning_rate(step.0, self.total_steps);
+        let learning_rate = self.settings.learning_rate.schedule(self.total_steps).learning_rate(step.0);
         let mut report = StepReport { step: step.0 + 1, learning_rate, replay, ..StepReport::default() };
         let rows: Vec<&SeatMetrics> = staged.values().map(|s| &s.metrics).filter(|m| m.tokens > 0).collect();
         let share = 1.0 / rows.len().max(1) as f64;

@@ -13,10 +13,9 @@ use eaglet_runtime::control::{
 };
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Step, Unit};
-use eaglet_runtime::optimizer::{Schedule, ScheduleKind};
 use eaglet_runtime::samples::Location;
 
-use super::{Command, Engine, Event, Outcome, RestartPolicy, Settings};
+use super::{Command, Engine, Event, Fall, LearningRate, Outcome, RestartPolicy, Settings};
 use crate::journal::{Record, SampleSource};
 
 const DRAFTS: u16 = 3;
@@ -36,7 +35,7 @@ fn settings() -> Settings {
         evaluate_every_steps: 5,
         max_new_tokens: 8,
         checkpoint_every_steps: 4,
-        schedule: Schedule { peak: 1e-3, kind: ScheduleKind::Linear, warmup_ratio: 0.1 },
+        learning_rate: LearningRate { peak: 1e-3, warmup_ratio: 0.1, fall: Fall::Linear },
         dead_after_ms: 2_000,
         attach_timeout_ms: 30_000,
         load_timeout_ms: 60_000,

@@ -6,13 +6,13 @@ use eaglet_runtime::checkpoint::CheckpointFolder;
 use eaglet_runtime::collective::SeatOrderedReduce;
 use eaglet_runtime::control::{Acceptance, Activity, CoordinatorCommand, DraftOrigin, Member, RankEvent, SeatMetrics};
 use eaglet_runtime::digest::Digest;
-use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Step};
-use eaglet_runtime::link::{BulkEvent, BulkHeader, BulkKind, BulkMessage};
+use eaglet_runtime::ids::{Epoch, Role, RowId, Seat, Step};
+use eaglet_runtime::link::{BulkEvent, BulkKind, BulkMessage, Endpoint};
 use eaglet_runtime::row::{HiddenRow, HiddenStates};
 
-use super::gradient::{Group, SegmentKind};
+use super::gradient::{self, Group};
 use super::{Context, Input, RankFault, Worker};
-use crate::replica::Replica;
+use crate::replica::{IncomingState, Replica};
 
 /// The worker of a draft seat.
 pub(super) struct DraftWorker {
@@ -27,7 +27,9 @@ pub(super) struct DraftWorker {
     early: Vec<BulkMessage>,
     /// The peer whose state is awaited.
     donor: Option<Member>,
-    /// States that came before the command to take them.
+    /// What has arrived of it.
+    incoming: IncomingState,
+    /// Pieces of states that came before the command to take them.
     early_states: Vec<BulkMessage>,
 }
 
@@ -38,10 +40,9 @@ enum Phase {
 }
 
 impl DraftWorker {
-    pub(super) fn new(context: Context) -> Result<Self, RankFault> {
-        let folder = context.run_directory.join("checkpoints");
-        Ok(Self {
-            checkpoints: CheckpointFolder::new(folder).map_err(RankFault::permanent)?,
+    pub(super) fn new(context: Context) -> Self {
+        Self {
+            checkpoints: CheckpointFolder::open(context.run_directory.join("checkpoints")),
             context,
             replica: None,
             epoch: Epoch::default(),
@@ -50,8 +51,9 @@ impl DraftWorker {
             rows: BTreeMap::new(),
             early: Vec::new(),
             donor: None,
+            incoming: IncomingState::default(),
             early_states: Vec::new(),
-        })
+        }
     }
 
     fn command(&mut self, command: CoordinatorCommand) -> Result<(), RankFault> {
@@ -102,6 +104,7 @@ impl DraftWorker {
 
     fn take_origin(&mut self, origin: DraftOrigin) -> Result<(), RankFault> {
         self.donor = None;
+        self.incoming = IncomingState::default();
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         match origin {
             DraftOrigin::Initial => replica.initialise(self.context.config.run.seed),
@@ -156,9 +159,9 @@ impl DraftWorker {
             (true, None) => return Err(RankFault::passing(format!("the {id} is not here"))),
         };
         let (gradient, metrics) = replica.gradient(row).map_err(RankFault::passing)?;
-        let scale = 1.0 / f32::from(contributors.max(1));
-        let mut reduce = SeatOrderedReduce::new(group.seats(), group.own_index(), gradient, scale);
-        let outgoing = reduce.start();
+        let shape = group.shape(gradient.len(), 1.0 / f32::from(contributors.max(1)));
+        let mut reduce = SeatOrderedReduce::new(shape).map_err(RankFault::passing)?;
+        let outgoing = reduce.start(gradient).map_err(RankFault::passing)?;
         group.send_all(step, outgoing);
         self.phase = Phase::Reducing { step, reduce, metrics };
         self.context.enter(Activity::Reducing);
@@ -169,7 +172,7 @@ impl DraftWorker {
     }
 
     fn take_segment(&mut self, message: BulkMessage) -> Result<(), RankFault> {
-        let BulkKind::Gradient { step: at, segment, finished } = message.header.kind else { return Ok(()) };
+        let BulkKind::Gradient { step: at, phase, segment } = message.header.kind else { return Ok(()) };
         // RANK-2
         if message.header.epoch < self.epoch {
             return Ok(());
@@ -177,10 +180,10 @@ impl DraftWorker {
         match &mut self.phase {
             Phase::Reducing { step, reduce, .. } if *step == at && message.header.epoch == self.epoch => {
                 let Some(group) = &self.group else { return Ok(()) };
-                let kind = if finished { SegmentKind::Finished } else { SegmentKind::Contribution };
-                let bytes = message.parts.first().map_or(&[][..], |part| &part[..]);
+                // The link has checked that there is one part.
+                let bytes = message.parts.into_iter().next().map(|part| part.into_vec()).unwrap_or_default();
                 let outgoing = reduce
-                    .receive(usize::from(message.header.from.index), kind, segment as usize, bytes)
+                    .receive(message.header.from.index, phase, segment, bytes)
                     .map_err(RankFault::passing)?;
                 group.send_all(at, outgoing);
             }
@@ -215,7 +218,7 @@ impl DraftWorker {
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         match std::mem::replace(&mut self.phase, Phase::Idle) {
             Phase::Staged { step: staged, gradient } if staged == step => {
-                replica.apply(gradient, learning_rate);
+                replica.apply(gradient, learning_rate).map_err(RankFault::passing)?;
             }
             _ => return Err(RankFault::passing(format!("step {step} is committed and not staged here"))),
         }
@@ -227,52 +230,48 @@ impl DraftWorker {
 
     fn send_state(&mut self, to: &Member) -> Result<(), RankFault> {
         self.context.enter(Activity::Donating);
-        let replica = self.replica.as_ref().ok_or_else(not_loaded)?;
-        let header = BulkHeader {
-            from: self.context.seat,
-            generation: self.context.generation,
-            epoch: self.epoch,
-            kind: BulkKind::State { step: replica.step(), digest: replica.digest() },
-        };
+        let pieces = self.replica.as_ref().ok_or_else(not_loaded)?.pieces();
+        let (seat, generation) = (self.context.seat, self.context.generation);
         // If it cannot be reached its process is gone, and the coordinator asks again for the next one.
-        if let Err(error) = Group::send_once(self.context.seat, self.context.generation, to, header, replica.state()) {
+        if let Err(error) = gradient::send_once(seat, generation, to, self.epoch, pieces) {
             tracing::warn!(to = to.seat, %error, "cannot send the state");
         }
         Ok(())
     }
 
     fn take_state(&mut self, message: BulkMessage) -> Result<(), RankFault> {
-        let BulkKind::State { step, digest } = message.header.kind else { return Ok(()) };
-        let from = (message.header.from, message.header.generation);
         let Some(donor) = self.donor.as_ref() else {
             self.early_states.push(message);
             return Ok(());
         };
-        if from != (Seat::draft(donor.seat), donor.generation) {
+        if (message.header.from, message.header.generation) != (Seat::draft(donor.seat), donor.generation) {
             return Ok(()); // the state of a donor that has died since
         }
-        let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
-        replica.restore(step, digest, &message.parts).map_err(RankFault::passing)?;
-        self.donor = None;
-        self.early_states.clear();
-        self.say_ready();
+        let bytes = message.parts.first().map_or(&[][..], |part| &part[..]);
+        let whole = self.incoming.take(&message.header.kind, bytes).map_err(RankFault::passing)?;
+        if let Some(state) = whole {
+            self.replica.as_mut().ok_or_else(not_loaded)?.adopt(state).map_err(RankFault::permanent)?;
+            self.donor = None;
+            self.early_states.clear();
+            self.say_ready();
+        }
         Ok(())
     }
 
     fn take_row(&mut self, message: BulkMessage) -> Result<(), RankFault> {
-        let BulkKind::Hidden { row, contract, dtype, states, hidden, content } = message.header.kind else {
+        let BulkKind::Hidden { row, contract, dtype, states, hidden, packed: content, .. } = message.header.kind
+        else {
             return Ok(());
         };
         let bytes = message.parts.into_iter().next().map(|part| part.into_vec()).unwrap_or_default();
-        let hidden = HiddenStates { dtype, states: states as usize, hidden: hidden as usize, bytes };
+        let hidden = HiddenStates { dtype, states: usize::from(states), hidden: hidden as usize, bytes };
         let expected = self.replica.as_ref().map(Replica::contract);
         if let Some(expected) = expected
             && (expected.digest() != contract
                 || expected.states_per_token() != hidden.states
                 || expected.hidden_size as usize != hidden.hidden
                 || expected.dtype != hidden.dtype
-                || content.len() * expected.bytes_per_token() != hidden.bytes.len()
-                || !content.is_consistent())
+                || content.len() * expected.bytes_per_token() != hidden.bytes.len())
         {
             return Err(RankFault::permanent(format!(
                 "{} sent the {row} under another contract than this draft is trained for; start all ranks from one \
@@ -299,10 +298,10 @@ impl DraftWorker {
         Ok(())
     }
 
-    fn closed(&self, from: Seat, generation: Generation, reason: String) {
-        // A link that its sender closed in order says nothing; one that broke is the coordinator's business.
-        tracing::warn!(%from, %generation, reason, "a bulk link broke");
-        self.context.say(RankEvent::LinkBroken { from, generation, reason });
+    /// A link that its sender closed in order says nothing; one that broke is the coordinator's business.
+    fn closed(&self, from: Endpoint, reason: String) {
+        tracing::warn!(%from, reason, "a bulk link broke");
+        self.context.say(RankEvent::LinkBroken { from: from.seat, generation: from.generation, reason });
     }
 }
 
@@ -332,9 +331,9 @@ impl Worker for DraftWorker {
                 (_, role) => tracing::warn!(%role, "a message that this role does not send was dropped"),
             },
             Input::Bulk(BulkEvent::Closed { peer: Some(hello), error: Some(error) }) => {
-                self.closed(hello.from, hello.from_generation, error.to_string());
+                self.closed(hello.from, error.to_string());
             }
-            Input::Bulk(BulkEvent::Closed { .. }) => {}
+            Input::Bulk(BulkEvent::Opened { .. } | BulkEvent::Closed { .. }) => {}
         }
         match self.phase {
             Phase::Reducing { .. } => self.context.enter(Activity::Reducing),

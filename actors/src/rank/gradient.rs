@@ -1,17 +1,23 @@
 //! The links of one epoch between draft replicas.
 
-use eaglet_runtime::collective::Outgoing;
-pub(super) use eaglet_runtime::collective::SegmentKind;
+use std::time::Duration;
+
+use bytes::Bytes;
+use eaglet_runtime::collective::{Outgoing, ReduceShape};
 use eaglet_runtime::control::Member;
 use eaglet_runtime::ids::{Epoch, Generation, Seat, Step};
-use eaglet_runtime::link::{BulkHeader, BulkKind, BulkSender, Hello, LinkError, LinkOptions};
+use eaglet_runtime::link::{BulkKind, BulkOutgoing, BulkSender, Endpoint, Hello, LinkError, SendError, SenderOptions};
+
+/// Longest wait for room in the queue towards a peer: the queue holds more than a step ever sends.
+const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest wait for a replacement to take a state.
+const STATE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// All members of an epoch, and a link to each other one.
 pub(super) struct Group {
     seat: Seat,
-    generation: Generation,
     epoch: Epoch,
-    seats: usize,
+    seats: u16,
     links: Vec<(u16, BulkSender)>,
 }
 
@@ -22,66 +28,73 @@ impl Group {
         epoch: Epoch,
         members: Vec<Member>,
     ) -> Result<Self, LinkError> {
-        let seats = members.len();
+        let seats = members.len() as u16;
         let links = members
             .iter()
             .filter(|member| member.seat != seat.index)
-            .map(|member| Ok((member.seat, dial(seat, generation, member)?)))
+            .map(|member| Ok((member.seat, dial(seat, generation, epoch, member)?)))
             .collect::<Result<_, LinkError>>()?;
-        Ok(Self { seat, generation, epoch, seats, links })
+        Ok(Self { seat, epoch, seats, links })
     }
 
-    pub(super) fn seats(&self) -> usize {
-        self.seats
-    }
-
-    pub(super) fn own_index(&self) -> usize {
-        usize::from(self.seat.index)
+    /// What all members agree on before they sum.
+    pub(super) fn shape(&self, elements: usize, scale: f32) -> ReduceShape {
+        ReduceShape { elements, seats: self.seats, own: self.seat.index, scale }
     }
 
     /// Sends segments on their way. A link that fails is left to the coordinator, which sees the process end or is told
     /// by the other side what broke.
     pub(super) fn send_all(&self, step: Step, outgoing: Vec<Outgoing>) {
-        for Outgoing { to_seat, kind, segment, bytes } in outgoing {
-            let header = BulkHeader {
-                from: self.seat,
-                generation: self.generation,
-                epoch: self.epoch,
-                kind: BulkKind::Gradient {
-                    step,
-                    segment: segment as u32,
-                    finished: kind == SegmentKind::Finished,
-                },
-            };
-            let link = self.links.iter().find(|(seat, _)| usize::from(*seat) == to_seat);
+        for Outgoing { to_seat, phase, segment, bytes } in outgoing {
+            let kind = BulkKind::Gradient { step, phase, segment };
+            let message = BulkOutgoing { epoch: self.epoch, kind, parts: vec![bytes] };
+            let link = self.links.iter().find(|(seat, _)| *seat == to_seat);
             if let Some((seat, link)) = link
-                && let Err(error) = link.send(header, vec![bytes])
+                && let Err(error) = link.send(message, SEND_TIMEOUT)
             {
                 tracing::warn!(to = seat, %error, "cannot send a gradient segment");
             }
         }
     }
-
-    /// Sends one message to somebody who is in no group yet, and waits until it is written.
-    pub(super) fn send_once(
-        seat: Seat,
-        generation: Generation,
-        to: &Member,
-        header: BulkHeader,
-        parts: Vec<bytes::Bytes>,
-    ) -> Result<(), LinkError> {
-        let link = dial(seat, generation, to)?;
-        link.send(header, parts)?;
-        link.finish()
-    }
 }
 
-fn dial(seat: Seat, generation: Generation, to: &Member) -> Result<BulkSender, LinkError> {
+/// Sends messages to somebody who is in no group yet, and waits until they are taken.
+pub(super) fn send_once(
+    seat: Seat,
+    generation: Generation,
+    to: &Member,
+    epoch: Epoch,
+    messages: impl IntoIterator<Item = (BulkKind, Bytes)>,
+) -> Result<(), LinkFailure> {
+    let link = dial(seat, generation, epoch, to)?;
+    for (kind, bytes) in messages {
+        link.send(BulkOutgoing { epoch, kind, parts: vec![bytes] }, STATE_TIMEOUT)?;
+    }
+    if link.drain(STATE_TIMEOUT)? { Ok(()) } else { Err(LinkFailure::Slow) }
+}
+
+/// Why something could not be sent.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum LinkFailure {
+    /// The link could not be made, or ended.
+    #[error(transparent)]
+    Link(#[from] LinkError),
+    /// The message could not be queued.
+    #[error(transparent)]
+    Send(#[from] SendError),
+    /// The receiver did not take it.
+    #[error("the receiver did not take the state within {} s", STATE_TIMEOUT.as_secs())]
+    Slow,
+}
+
+fn dial(seat: Seat, generation: Generation, epoch: Epoch, to: &Member) -> Result<BulkSender, LinkError> {
     let hello = Hello {
-        from: seat,
-        from_generation: generation,
-        to: Seat::draft(to.seat),
-        to_generation: to.generation,
+        from: Endpoint { seat, generation },
+        epoch,
+        to: Endpoint { seat: Seat::draft(to.seat), generation: to.generation },
     };
-    BulkSender::connect(&to.bulk_name, hello, LinkOptions::default())
+    let name = format!("{seat} to draft-{}", to.seat);
+    BulkSender::connect(&to.bulk_name, hello, SenderOptions::default(), move |error| {
+        tracing::warn!(link = name, %error, "a link ended");
+    })
 }

@@ -19,7 +19,7 @@ use std::path::PathBuf;
 use crossbeam_channel::Receiver;
 use eaglet_runtime::control::{Activity, Attach, CoordinatorCommand, PROTOCOL, RankEvent};
 use eaglet_runtime::ids::{Generation, Role, Seat};
-use eaglet_runtime::link::{BulkEvent, BulkListener, LinkOptions};
+use eaglet_runtime::link::{BulkEvent, BulkListener, Endpoint, ListenerOptions};
 use rustix::process::{Pid, Signal};
 
 use self::activity::ActivityGauge;
@@ -111,15 +111,11 @@ pub fn run(arguments: &RankArguments) -> anyhow::Result<()> {
     let (inbox, inputs) = crossbeam_channel::unbounded();
     let bulk_name = bulk_name(&arguments.token, arguments.seat, arguments.generation);
     let bulk_inbox = inbox.clone();
-    let listener = BulkListener::bind(
-        &bulk_name,
-        (arguments.seat, arguments.generation),
-        LinkOptions::default(),
-        move |event| {
-            // The compute thread outlives the listener.
-            let _ = bulk_inbox.send(Input::Bulk(event));
-        },
-    )?;
+    let here = Endpoint { seat: arguments.seat, generation: arguments.generation };
+    let listener = BulkListener::bind(&bulk_name, here, ListenerOptions::default(), move |event| {
+        // The compute thread outlives the listener.
+        let _ = bulk_inbox.send(Input::Bulk(event));
+    })?;
     let activity = ActivityGauge::default();
     let attach = Attach {
         protocol: PROTOCOL,
@@ -163,7 +159,7 @@ fn work(
                 let context = context(arguments, config, control.clone(), activity.clone())?;
                 let mut made: Box<dyn Worker> = match arguments.seat.role {
                     Role::Verifier => Box::new(verifier::VerifierWorker::new(context)),
-                    Role::Draft => Box::new(draft::DraftWorker::new(context)?),
+                    Role::Draft => Box::new(draft::DraftWorker::new(context)),
                 };
                 for input in early.drain(..) {
                     made.take(input)?;

@@ -1,16 +1,20 @@
 //! A verifier rank: loads the model, turns rows into hidden states, sends them to the draft seat they belong to.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use eaglet_runtime::control::{Activity, CoordinatorCommand, Extraction, HeldOutRequest, Member, RankEvent};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, RowId, Seat};
-use eaglet_runtime::link::{BulkHeader, BulkKind, BulkSender, Hello, LinkOptions};
+use eaglet_runtime::link::{BulkKind, BulkOutgoing, BulkSender, Endpoint, Hello, SenderOptions};
 use eaglet_runtime::row::{PackedRow, Sample};
 use eaglet_runtime::verifier::{Verifier, VerifierError, VerifierOptions};
 
 use super::{Context, Input, RankFault, Worker};
 use crate::recipe;
+
+/// Longest wait for room in the queue towards a draft replica; it holds more rows than are ever under way.
+const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The worker of a verifier seat.
 pub(super) struct VerifierWorker {
@@ -92,24 +96,26 @@ impl VerifierWorker {
     ) -> Result<(), RankFault> {
         let tokens = content.len() as u64;
         let contract = self.loaded()?.contract;
-        let header = BulkHeader {
-            from: self.context.seat,
-            generation: self.context.generation,
+        let message = BulkOutgoing {
+            // Verifiers are in no draft group; a row is fenced by the destination's generation.
             epoch: Epoch::default(),
             kind: BulkKind::Hidden {
                 row,
                 contract,
                 dtype: hidden.dtype,
-                states: hidden.states as u32,
+                first_state: 0,
+                states: hidden.states as u16,
                 hidden: hidden.hidden as u32,
-                content,
+                packed: content,
             },
+            parts: vec![hidden.bytes.into()],
         };
         let generation = destination.generation;
         // A link that fails is the coordinator's news already: the draft's process is gone, or says what broke.
         if let Some(link) = self.link_to(&destination)
-            && link.send(header, vec![hidden.bytes.into()]).is_err()
+            && let Err(error) = link.send(message, SEND_TIMEOUT)
         {
+            tracing::warn!(draft = destination.seat, %error, "cannot hand over a row");
             self.links.remove(&destination.seat);
         }
         self.context.say(RankEvent::Extracted { row, generation, tokens });
@@ -121,12 +127,13 @@ impl VerifierWorker {
         if !known {
             self.links.remove(&destination.seat);
             let hello = Hello {
-                from: self.context.seat,
-                from_generation: self.context.generation,
-                to: Seat::draft(destination.seat),
-                to_generation: destination.generation,
+                from: Endpoint { seat: self.context.seat, generation: self.context.generation },
+                epoch: Epoch::default(),
+                to: Endpoint { seat: Seat::draft(destination.seat), generation: destination.generation },
             };
-            match BulkSender::connect(&destination.bulk_name, hello, LinkOptions::default()) {
+            let seat = destination.seat;
+            let ended = move |error: &_| tracing::warn!(draft = seat, %error, "a link to a draft replica ended");
+            match BulkSender::connect(&destination.bulk_name, hello, SenderOptions::default(), ended) {
                 Ok(link) => {
                     self.links.insert(destination.seat, (destination.clone(), link));
                 }
