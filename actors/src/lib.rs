@@ -1,4 +1,10 @@
 //! Who does what and when in an eaglet cluster: supervision, ledger, routing, steps. No tensor arithmetic.
 
 pub mod config;
+pub mod coordinator;
+pub mod engine;
+pub mod journal;
 pub mod monitor;
+pub mod rank;
+pub mod recipe;
+pub mod replica;

@@ -1,1 +1,17 @@
 //! The control plane: messages between the coordinator and its ranks, and the link that carries them.
+//!
+//! One bidirectional stream per rank incarnation; the life of the stream is the life of the incarnation. A stream ends
+//! well only after an explicit [`RankEvent::Bye`] or [`CoordinatorCommand::Quit`]; every other end is loss. Bodies are
+//! small: tensors travel on the bulk plane.
+//!
+//! The transport is tonic; only [`transport`] and [`BincodeCodec`] know it.
+
+mod codec;
+mod message;
+pub mod transport;
+
+pub use codec::BincodeCodec;
+pub use message::{
+    Acceptance, Activity, Attach, Beat, CoordinatorCommand, DraftOrigin, Extraction, HeldOutRequest, Member,
+    PROTOCOL, RankEvent, SeatMetrics, StepMetrics,
+};

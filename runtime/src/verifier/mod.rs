@@ -1,1 +1,34 @@
 //! The large model whose hidden states are distilled.
+//!
+//! A verifier reads packed rows of documents and hands out, per token, the residual stream at some layers: the input of
+//! the draft. Weights stay as they are stored (mapped, bf16 widened block by block); everything is computed in f32.
+//!
+//! Invariants:
+//! - Documents never see each other: a document's states have the same bits alone and in any row.
+//! - The same row gives the same bits, whatever the number of threads.
+//! - A verifier that loaded has every tensor it needs, in the right shape. What it hands out is finite.
+
+mod config;
+mod decoder;
+mod error;
+mod extract;
+mod family;
+mod files;
+mod frozen;
+mod generate;
+mod keys;
+mod linear;
+
+pub use config::{ConfigError, VerifierConfig};
+pub use error::{LayoutProblem, VerifierError};
+pub use extract::{Verifier, VerifierOptions};
+pub use files::VerifierFiles;
+pub use frozen::FrozenParts;
+pub use keys::KeyProblem;
+
+#[cfg(test)]
+mod config_tests;
+#[cfg(test)]
+mod tests;
+#[cfg(test)]
+mod tiny;

@@ -1,1 +1,194 @@
 //! Tensors in safetensors files, mapped and read by name.
+//!
+//! A folder holds either one `model.safetensors` or shards listed in `model.safetensors.index.json`. Opening reads the
+//! headers only; a tensor's pages are read when they are touched, so a rank pays for what it uses.
+//!
+//! Invariants: every tensor handed out lies wholly inside its file, and its bytes are as many as its shape and dtype
+//! say. Files are trusted to stay unchanged while they are mapped.
+
+mod error;
+mod file;
+mod tensor;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+pub use error::WeightsError;
+pub use safetensors::Dtype;
+pub use tensor::TensorView;
+
+use crate::digest::{Digest, Digester};
+use file::MappedFile;
+
+/// File name of unsharded weights.
+const SINGLE_FILE: &str = "model.safetensors";
+/// File name of the list of shards.
+const INDEX_FILE: &str = "model.safetensors.index.json";
+
+/// The tensors of one folder, by name.
+#[derive(Clone, Debug)]
+pub struct Weights {
+    folder: PathBuf,
+    tensors: BTreeMap<String, TensorView>,
+}
+
+impl Weights {
+    /// Maps the weights of a folder: `model.safetensors`, else the shards that `model.safetensors.index.json` lists.
+    ///
+    /// # Errors
+    /// When the folder, the index or a shard is missing, or a file is truncated or no safetensors file.
+    pub fn open(folder: impl AsRef<Path>) -> Result<Self, WeightsError> {
+        let folder = folder.as_ref();
+        if !folder.is_dir() {
+            return Err(WeightsError::FolderMissing {
+                folder: folder.to_owned(),
+            });
+        }
+        let single = folder.join(SINGLE_FILE);
+        if single.is_file() {
+            return Self::open_file(&single);
+        }
+        let index = folder.join(INDEX_FILE);
+        if index.is_file() {
+            return Self::open_sharded(folder, &index);
+        }
+        Err(WeightsError::NoWeights {
+            folder: folder.to_owned(),
+        })
+    }
+
+    /// Maps one safetensors file of any name.
+    ///
+    /// # Errors
+    /// When the file is missing, truncated or no safetensors file.
+    pub fn open_file(path: impl AsRef<Path>) -> Result<Self, WeightsError> {
+        let path = path.as_ref();
+        let file = Arc::new(MappedFile::open(path)?);
+        let folder = path.parent().unwrap_or(Path::new("")).to_owned();
+        Ok(Self {
+            folder,
+            tensors: file.tensors().collect(),
+        })
+    }
+
+    fn open_sharded(folder: &Path, index: &Path) -> Result<Self, WeightsError> {
+        let weight_map = read_index(index)?;
+        let shards: BTreeSet<&str> = weight_map.values().map(String::as_str).collect();
+        let missing: Vec<&str> = shards
+            .iter()
+            .copied()
+            .filter(|name| !folder.join(name).is_file())
+            .collect();
+        if !missing.is_empty() {
+            let shards = missing.join("`, `");
+            return Err(WeightsError::ShardMissing {
+                index: index.to_owned(),
+                shards,
+            });
+        }
+        let mut tensors = BTreeMap::new();
+        for shard in shards {
+            let file = Arc::new(MappedFile::open(&folder.join(shard))?);
+            let listed = |name: &str| weight_map.get(name).is_some_and(|listed| listed == shard);
+            tensors.extend(file.tensors().filter(|(name, _)| listed(name)));
+        }
+        match weight_map.iter().find(|(name, _)| !tensors.contains_key(*name)) {
+            None => Ok(Self {
+                folder: folder.to_owned(),
+                tensors,
+            }),
+            Some((tensor, shard)) => Err(WeightsError::NotInShard {
+                index: index.to_owned(),
+                shard: shard.clone(),
+                tensor: tensor.clone(),
+            }),
+        }
+    }
+
+    /// The folder the weights were opened from.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// All names, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// Whether a tensor of this name is there.
+    pub fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// The tensor of this name.
+    ///
+    /// # Errors
+    /// [`WeightsError::TensorMissing`], which suggests the nearest name.
+    pub fn tensor(&self, name: &str) -> Result<TensorView, WeightsError> {
+        self.tensors
+            .get(name)
+            .cloned()
+            .ok_or_else(|| WeightsError::TensorMissing {
+                folder: self.folder.clone(),
+                tensor: name.to_owned(),
+                nearest: self.nearest(name).map(str::to_owned),
+            })
+    }
+
+    /// Bytes of all tensors together.
+    pub fn bytes(&self) -> u64 {
+        self.tensors
+            .values()
+            .map(|tensor| tensor.bytes().len() as u64)
+            .sum()
+    }
+
+    /// Digest of the names, dtypes and shapes of all tensors and of `config`, the bytes of the model's config.json.
+    ///
+    /// The data are left out, so that it costs no more than the headers; it does not depend on how a model is sharded.
+    pub fn digest(&self, config: &[u8]) -> Digest {
+        let mut digester = Digester::new();
+        digester.part(config);
+        for (name, tensor) in &self.tensors {
+            digester.part(name.as_bytes());
+            digester.part(format!("{:?} {:?}", tensor.dtype(), tensor.shape()).as_bytes());
+        }
+        digester.finish()
+    }
+
+    /// The name that is most like `name`, if any is like it at all.
+    fn nearest(&self, name: &str) -> Option<&str> {
+        self.names()
+            .map(|candidate| (strsim::normalized_levenshtein(name, candidate), candidate))
+            .filter(|(likeness, _)| *likeness >= 0.6)
+            .max_by(|a, b| a.0.total_cmp(&b.0))
+            .map(|(_, candidate)| candidate)
+    }
+}
+
+/// Reads the `weight_map` of an index: tensor name to shard file name.
+fn read_index(path: &Path) -> Result<BTreeMap<String, String>, WeightsError> {
+    #[derive(serde::Deserialize)]
+    struct Index {
+        weight_map: BTreeMap<String, String>,
+    }
+    let broken = |reason: String| WeightsError::Index {
+        file: path.to_owned(),
+        reason,
+    };
+    let bytes = std::fs::read(path).map_err(|source| WeightsError::Read {
+        file: path.to_owned(),
+        source,
+    })?;
+    let index: Index = serde_json::from_slice(&bytes).map_err(|error| broken(error.to_string()))?;
+    for shard in index.weight_map.values() {
+        // A name with folders in it could reach outside the model's folder.
+        if Path::new(shard).file_name() != Some(std::ffi::OsStr::new(shard)) {
+            return Err(broken(format!("shard `{shard}` is no plain file name")));
+        }
+    }
+    Ok(index.weight_map)
+}

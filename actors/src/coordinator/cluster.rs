@@ -1,0 +1,332 @@
+//! The root actor: owns the engine and the journal, supervises one proxy per rank, carries out commands.
+//!
+//! CLUSTER-1: commands are carried out in the order the engine gave them; if a journal append fails, none behind it is.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use eaglet_runtime::control::transport::{Accepted, Admit};
+use eaglet_runtime::control::{Acceptance, CoordinatorCommand, Extraction, PROTOCOL};
+use eaglet_runtime::ids::{Generation, RowId, Seat, Unit};
+use eaglet_runtime::row::{PackedRow, Sample};
+use eaglet_runtime::samples::{Location, SampleStore};
+use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef, RpcReplyPort, SupervisionEvent};
+use tokio::sync::oneshot;
+
+use super::host::Host;
+use super::monitor::MonitorMessage;
+use super::proxy::{ProxyArguments, ProxyMessage, RankProxy};
+use crate::engine::{Command, Engine, Event, Outcome};
+use crate::journal::{Journal, SampleSource};
+
+const TICK: Duration = Duration::from_millis(100);
+
+/// The actor.
+pub(super) struct Cluster;
+
+/// A sample on its way in.
+pub(super) struct IntakeItem {
+    pub(super) source: SampleSource,
+    pub(super) verdict: Result<Sample, String>,
+}
+
+/// What it reacts to.
+pub(super) enum ClusterMessage {
+    /// For the engine.
+    Event(Event),
+    /// Samples to store and to number; the reply is the back-pressure.
+    Intake(Vec<IntakeItem>, RpcReplyPort<()>),
+    /// End at once.
+    Stop,
+}
+
+/// Which proxy an attaching rank belongs to.
+#[derive(Clone, Default)]
+pub(super) struct Registry(Arc<Mutex<HashMap<(Seat, Generation), ActorRef<ProxyMessage>>>>);
+
+impl Registry {
+    /// Makes a proxy known to the gate.
+    pub(super) fn enter(&self, seat: Seat, generation: Generation, proxy: &ActorRef<ProxyMessage>) {
+        self.proxies().insert((seat, generation), proxy.clone());
+    }
+
+    fn proxies(&self) -> std::sync::MutexGuard<'_, HashMap<(Seat, Generation), ActorRef<ProxyMessage>>> {
+        // The map is never left half changed, so a poisoned lock holds a sound one.
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+/// Admits the ranks of this launch and no others.
+pub(super) struct Gate {
+    pub(super) token: String,
+    pub(super) registry: Registry,
+}
+
+impl Admit for Gate {
+    fn admit(&self, accepted: Accepted) -> Result<(), String> {
+        let attach = &accepted.attach;
+        if attach.protocol != PROTOCOL {
+            return Err(format!("this coordinator speaks protocol {PROTOCOL}, the rank {}", attach.protocol));
+        }
+        if attach.token != self.token {
+            return Err("the rank belongs to another launch".to_owned());
+        }
+        let key = (attach.seat, attach.generation);
+        let proxy = self.registry.proxies().get(&key).cloned();
+        let Some(proxy) = proxy else {
+            return Err(format!("{} has no generation {} now", attach.seat, attach.generation));
+        };
+        proxy
+            .cast(ProxyMessage::Admitted(Box::new(accepted)))
+            .map_err(|_| "the seat was given to another process".to_owned())
+    }
+}
+
+/// What it is made from.
+pub(super) struct ClusterArguments {
+    pub(super) engine: Engine,
+    pub(super) journal: Journal,
+    pub(super) store: SampleStore,
+    pub(super) host: Host,
+    pub(super) config: String,
+    pub(super) registry: Registry,
+    pub(super) monitor: ActorRef<MonitorMessage>,
+    pub(super) finished: oneshot::Sender<Outcome>,
+}
+
+pub(super) struct ClusterState {
+    arguments: ClusterArguments,
+    finished: Option<oneshot::Sender<Outcome>>,
+    started: Instant,
+    proxies: HashMap<ActorId, (Seat, Generation)>,
+    broken: bool,
+}
+
+impl Actor for Cluster {
+    type Msg = ClusterMessage;
+    type State = ClusterState;
+    type Arguments = ClusterArguments;
+
+    async fn pre_start(
+        &self,
+        myself: ActorRef<ClusterMessage>,
+        mut arguments: ClusterArguments,
+    ) -> Result<ClusterState, ActorProcessingErr> {
+        let (placeholder, _) = oneshot::channel();
+        let finished = std::mem::replace(&mut arguments.finished, placeholder);
+        let mut state = ClusterState {
+            arguments,
+            finished: Some(finished),
+            started: Instant::now(),
+            proxies: HashMap::new(),
+            broken: false,
+        };
+        let commands = state.arguments.engine.launch();
+        state.carry_out(&myself, commands).await;
+        // Fires until the actor stops.
+        let _ticker = myself.send_interval(TICK, || ClusterMessage::Event(Event::Tick));
+        Ok(state)
+    }
+
+    async fn handle(
+        &self,
+        myself: ActorRef<ClusterMessage>,
+        message: ClusterMessage,
+        state: &mut ClusterState,
+    ) -> Result<(), ActorProcessingErr> {
+        match message {
+            ClusterMessage::Event(event) => state.feed(&myself, event).await,
+            ClusterMessage::Intake(items, done) => {
+                state.intake(&myself, items).await;
+                // An intake that has gone away needs no reply.
+                let _ = done.send(());
+            }
+            ClusterMessage::Stop => {
+                for proxy in state.arguments.registry.proxies().values() {
+                    // A proxy that is gone has no process.
+                    let _ = proxy.cast(ProxyMessage::Kill("stopped by the user".to_owned()));
+                }
+                state.finish(Outcome::Failed { report: "stopped by the user".to_owned() });
+            }
+        }
+        Ok(())
+    }
+
+    async fn handle_supervisor_evt(
+        &self,
+        myself: ActorRef<ClusterMessage>,
+        event: SupervisionEvent,
+        state: &mut ClusterState,
+    ) -> Result<(), ActorProcessingErr> {
+        let (id, cause) = match event {
+            SupervisionEvent::ActorFailed(cell, error) => (cell.get_id(), error.to_string()),
+            SupervisionEvent::ActorTerminated(cell, ..) => (cell.get_id(), "it left".to_owned()),
+            _ => return Ok(()),
+        };
+        if let Some((seat, generation)) = state.proxies.remove(&id) {
+            state.arguments.registry.proxies().remove(&(seat, generation));
+            let log_tail = state.arguments.host.last_words(seat);
+            state.feed(&myself, Event::Lost { seat, generation, cause, log_tail }).await;
+        }
+        Ok(())
+    }
+}
+
+impl ClusterState {
+    async fn feed(&mut self, myself: &ActorRef<ClusterMessage>, event: Event) {
+        if self.broken {
+            return;
+        }
+        let now_ms = self.started.elapsed().as_millis() as u64;
+        let commands = self.arguments.engine.handle(now_ms, event);
+        self.carry_out(myself, commands).await;
+        let view = self.arguments.engine.view(now_ms);
+        // The monitor lives as long as the cluster.
+        let _ = self.arguments.monitor.cast(MonitorMessage::View(Box::new(view)));
+    }
+
+    async fn intake(&mut self, myself: &ActorRef<ClusterMessage>, items: Vec<IntakeItem>) {
+        for IntakeItem { source, verdict } in items {
+            let event = match verdict {
+                Ok(sample) => match self.arguments.store.append(&sample) {
+                    Ok(location) => Event::SampleAccepted {
+                        source,
+                        location,
+                        tokens: sample.tokens.len() as u32,
+                        trained_tokens: sample.loss_mask.iter().filter(|&&m| m != 0).count() as u32,
+                    },
+                    Err(error) => Event::Broken { report: error.to_string() },
+                },
+                Err(reason) => Event::SampleRefused { source, reason },
+            };
+            self.feed(myself, event).await;
+        }
+    }
+
+    async fn carry_out(&mut self, myself: &ActorRef<ClusterMessage>, commands: Vec<Command>) {
+        for command in commands {
+            match command {
+                Command::Append { record, sync } => {
+                    if sync && let Err(error) = self.arguments.store.sync() {
+                        self.give_up(&error.to_string());
+                        return;
+                    }
+                    if let Err(error) = self.arguments.journal.append(&record, sync) {
+                        self.give_up(&error.to_string());
+                        return;
+                    }
+                }
+                Command::Spawn { seat, generation } => self.spawn(myself, seat, generation).await,
+                Command::Kill { seat, generation, reason } => {
+                    tracing::warn!(%seat, %generation, reason, "killing a rank");
+                    self.tell(seat, generation, ProxyMessage::Kill(reason));
+                }
+                Command::Send { seat, generation, command } => {
+                    self.tell(seat, generation, ProxyMessage::Send(command));
+                }
+                Command::Lease { seat, generation, row, documents, destination } => {
+                    match self.read_row(row, &documents) {
+                        Ok(content) => {
+                            let units = documents.into_iter().map(|(unit, _)| unit).collect();
+                            let extraction = Extraction { row, units, content, destination };
+                            let command = CoordinatorCommand::Extract(extraction);
+                            self.tell(seat, generation, ProxyMessage::Send(command));
+                        }
+                        Err(report) => {
+                            // Back through the mailbox: the engine is not entered twice.
+                            let _ = myself.cast(ClusterMessage::Event(Event::Broken { report }));
+                        }
+                    }
+                }
+                Command::Notice(notice) => {
+                    if notice.warning {
+                        tracing::warn!("{}", notice.text);
+                    } else {
+                        tracing::info!("{}", notice.text);
+                    }
+                    self.show(MonitorMessage::Notice(notice));
+                }
+                Command::Committed(report) => self.show(MonitorMessage::Committed(report)),
+                Command::Evaluated { step, acceptance } => {
+                    self.show(MonitorMessage::Evaluated { step, acceptance });
+                }
+                Command::Finish(outcome) => self.finish(outcome),
+            }
+        }
+    }
+
+    fn show(&self, message: MonitorMessage) {
+        // The monitor lives as long as the cluster.
+        let _ = self.arguments.monitor.cast(message);
+    }
+
+    async fn spawn(&mut self, myself: &ActorRef<ClusterMessage>, seat: Seat, generation: Generation) {
+        let arguments = ProxyArguments {
+            seat,
+            generation,
+            host: self.arguments.host.clone(),
+            config: self.arguments.config.clone(),
+            cluster: myself.clone(),
+            registry: self.arguments.registry.clone(),
+        };
+        match Actor::spawn_linked(None, RankProxy, arguments, myself.get_cell()).await {
+            Ok((proxy, _)) => {
+                self.proxies.insert(proxy.get_id(), (seat, generation));
+            }
+            Err(error) => {
+                self.arguments.registry.proxies().remove(&(seat, generation));
+                let cause = format!("its process cannot be started: {error}");
+                let event = Event::Lost { seat, generation, cause, log_tail: String::new() };
+                // Back through the mailbox: the engine is not entered twice.
+                let _ = myself.cast(ClusterMessage::Event(event));
+            }
+        }
+    }
+
+    fn tell(&self, seat: Seat, generation: Generation, message: ProxyMessage) {
+        if let Some(proxy) = self.arguments.registry.proxies().get(&(seat, generation)) {
+            // A proxy that is gone reports its end by itself.
+            let _ = proxy.cast(message);
+        }
+    }
+
+    fn read_row(&mut self, row: RowId, documents: &[(Unit, Location)]) -> Result<PackedRow, String> {
+        let mut packed = PackedRow::default();
+        for (unit, location) in documents {
+            let sample = self
+                .arguments
+                .store
+                .read(*location)
+                .map_err(|error| format!("sample {} of the {row} cannot be read: {error}", unit.sample))?;
+            packed.push(&sample);
+        }
+        Ok(packed)
+    }
+
+    fn give_up(&mut self, report: &str) {
+        self.broken = true;
+        for proxy in self.arguments.registry.proxies().values() {
+            // A proxy that is gone has no process.
+            let _ = proxy.cast(ProxyMessage::Kill("the coordinator cannot write its journal".to_owned()));
+        }
+        self.finish(Outcome::Failed { report: report.to_owned() });
+    }
+
+    fn finish(&mut self, outcome: Outcome) {
+        let (summary, checkpoint) = match &outcome {
+            Outcome::Completed { checkpoint, acceptance } => {
+                let length = acceptance.as_ref().and_then(Acceptance::length);
+                let length = length.map(|l| format!(", acceptance length {l:.2}")).unwrap_or_default();
+                (format!("completed{length}"), checkpoint.clone())
+            }
+            Outcome::Drained { checkpoint } => ("drained; launch it again to go on".to_owned(), checkpoint.clone()),
+            Outcome::Failed { report } => (format!("failed: {report}"), None),
+        };
+        self.show(MonitorMessage::Finished { summary, checkpoint });
+        if let Some(finished) = self.finished.take() {
+            // Whoever waited for the run may have gone.
+            let _ = finished.send(outcome);
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! The coordinator process: launches the ranks, carries the engine's commands, keeps the journal.
+//!
+//! Actors: [`cluster`] is the root and owns engine and journal; [`proxy`] stands for one rank each; [`intake`] reads
+//! samples; [`monitor`] tells people. [`host`] starts and reaps processes.
+
+mod cluster;
+mod host;
+mod intake;
+mod monitor;
+mod proxy;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use eaglet_runtime::checkpoint;
+use eaglet_runtime::checkpoint::CheckpointFolder;
+use eaglet_runtime::control::transport;
+use eaglet_runtime::samples::{ChatTokenizer, SampleStore};
+use eaglet_runtime::verifier::VerifierFiles;
+use ractor::{Actor, ActorRef};
+use tokio::sync::{oneshot, watch};
+
+use self::cluster::{Cluster, ClusterArguments, ClusterMessage, Gate, Registry};
+use self::host::Host;
+pub use self::host::TOKEN_VARIABLE;
+use self::intake::{Intake, IntakeArguments};
+use self::monitor::{Monitor, MonitorArguments};
+use crate::config::ClusterConfig;
+use crate::engine::{Engine, Event, Outcome};
+use crate::journal::{Journal, Record};
+use crate::monitor::Snapshot;
+use crate::recipe;
+
+/// How a cluster is launched.
+#[derive(Clone, Debug)]
+pub struct LaunchOptions {
+    /// The `eaglet` executable that ranks are started from.
+    pub executable: PathBuf,
+}
+
+/// A running cluster.
+pub struct Launched {
+    cluster: ActorRef<ClusterMessage>,
+    finished: oneshot::Receiver<Outcome>,
+    snapshots: watch::Receiver<Snapshot>,
+    server: tokio::task::JoinHandle<()>,
+    life: tokio::task::JoinHandle<()>,
+    observer: tokio::task::JoinHandle<()>,
+}
+
+impl Launched {
+    /// What there is to see, always the newest.
+    pub fn snapshots(&self) -> watch::Receiver<Snapshot> {
+        self.snapshots.clone()
+    }
+
+    /// Finishes the step in flight, writes a checkpoint, ends.
+    pub fn drain(&self) {
+        // A cluster that is gone has ended already.
+        let _ = self.cluster.cast(ClusterMessage::Event(Event::Drain));
+    }
+
+    /// Ends at once.
+    pub fn stop(&self) {
+        // As above.
+        let _ = self.cluster.cast(ClusterMessage::Stop);
+    }
+
+    /// Resolves when the run is over. Cancel safety: safe.
+    pub async fn finished(&mut self) -> Outcome {
+        (&mut self.finished).await.unwrap_or_else(|_| Outcome::Failed {
+            report: "the coordinator's root actor ended; see its log".to_owned(),
+        })
+    }
+
+    /// Ends what is left; to be called when [`Self::finished`] has resolved.
+    pub async fn close(self) {
+        self.cluster.stop(None);
+        // A task that panicked has said so in the log.
+        let _ = self.life.await;
+        let _ = self.observer.await;
+        self.server.abort();
+    }
+}
+
+/// Checks what can be checked without loading weights, then starts the cluster.
+///
+/// # Errors
+/// In one line each: an unusable verifier, tokenizer, run directory, journal, or port.
+pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Result<Launched> {
+    let files = VerifierFiles::open(&config.verifier.path)?;
+    files.check()?;
+    let tokenizer = ChatTokenizer::load(&config.verifier.path)?;
+    tokenizer.fits_embedding(files.config().vocab_size)?;
+    let contract = recipe::contract_of(&config, &files, &tokenizer)?;
+    // Sizes that do not fit are told before anything is started.
+    recipe::draft_spec(&config, files.config(), contract.aux_layers.len())?;
+
+    let directory = config.run.directory.clone();
+    prepare_directory(&directory)?;
+    let (journal, replay) = Journal::open(&directory.join("journal"))?;
+    if replay.cut_bytes > 0 {
+        tracing::warn!(bytes = replay.cut_bytes, "a torn tail of the journal was cut");
+    }
+    std::fs::write(directory.join("cluster.toml"), config.to_toml()?)
+        .map_err(|error| anyhow::anyhow!("{}: cannot write the resolved configuration: {error}", directory.display()))?;
+    let checkpoints = CheckpointFolder::new(directory.join("checkpoints"))?;
+    let mut engine = Engine::new(recipe::settings(&config, contract), &replay.records, 0)?;
+    engine.keep_checkpoints(|known| {
+        let whole = checkpoint::verify(&known.folder);
+        if let Err(error) = &whole {
+            tracing::warn!(step = known.step.0, %error, "a checkpoint is passed over");
+        }
+        whole.is_ok()
+    });
+    drop(checkpoints);
+    let store = SampleStore::open_at(&directory.join("samples.bin"), stored_bytes(&replay.records))?;
+
+    let (listener, address) = transport::bind(&config.run.listen.to_string()).await?;
+    let token = new_token()?;
+    let registry = Registry::default();
+    let gate = Gate { token: token.clone(), registry: registry.clone() };
+    let server = tokio::spawn(async move {
+        if let Err(error) = transport::serve(listener, gate).await {
+            tracing::error!(error, "the control port is closed");
+        }
+    });
+
+    let (monitor, snapshots, observer) = Monitor::start(MonitorArguments {
+        config: config.clone(),
+        directory: directory.clone(),
+        records: &replay.records,
+    })
+    .await?;
+    let needs_intake = !engine.is_prepared();
+    let done = engine.samples_taken_in();
+    let (finish, finished) = oneshot::channel();
+    let arguments = ClusterArguments {
+        engine,
+        journal,
+        store,
+        host: Host {
+            executable: options.executable,
+            coordinator: address.to_string(),
+            token,
+            run_directory: directory,
+        },
+        config: serde_json::to_string(&config)?,
+        registry,
+        monitor,
+        finished: finish,
+    };
+    let (cluster, life) = Actor::spawn(None, Cluster, arguments).await?;
+    if needs_intake {
+        let intake = IntakeArguments {
+            config,
+            tokenizer: Arc::new(tokenizer),
+            verifier_vocab_size: files.config().vocab_size,
+            already_in: done,
+            cluster: cluster.clone(),
+        };
+        Actor::spawn_linked(None, Intake, intake, cluster.get_cell()).await?;
+    }
+    Ok(Launched { cluster, finished, snapshots, server, life, observer })
+}
+
+fn prepare_directory(directory: &Path) -> anyhow::Result<()> {
+    let logs = directory.join("logs");
+    std::fs::create_dir_all(&logs).map_err(|error| {
+        anyhow::anyhow!(
+            "{}: cannot make the run directory: {error}; give run.directory a folder that you can write",
+            directory.display()
+        )
+    })
+}
+
+/// Bytes of the sample store that the journal knows of.
+fn stored_bytes(records: &[Record]) -> u64 {
+    records
+        .iter()
+        .filter_map(|record| match record {
+            Record::Accepted { location, .. } => Some(location.offset + u64::from(location.len)),
+            _ => None,
+        })
+        .max()
+        .unwrap_or(0)
+}
+
+/// A secret that no earlier launch had.
+fn new_token() -> anyhow::Result<String> {
+    let mut bytes = [0; 16];
+    let mut filled = 0;
+    while filled < bytes.len() {
+        filled += rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty())?;
+    }
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}

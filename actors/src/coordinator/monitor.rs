@@ -1,0 +1,357 @@
+//! Tells people: the snapshot that views draw, `status.json`, `metrics.jsonl`. Nothing reads them back to decide anything.
+
+use std::collections::VecDeque;
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use eaglet_runtime::control::{Acceptance, Activity};
+use eaglet_runtime::ids::{Role, Step};
+use ractor::{Actor, ActorProcessingErr, ActorRef};
+use tokio::sync::watch;
+
+use crate::config::ClusterConfig;
+use crate::engine::{EngineView, Notice, Phase, SeatView, StepReport};
+use crate::journal::Record;
+use crate::monitor::{self, Point, RankState, RankView, SampleCounts, Snapshot, StepAccuracy};
+
+/// Views get a new snapshot at most this often.
+const SNAPSHOT_INTERVAL: Duration = Duration::from_millis(100);
+/// `status.json` is written at most this often.
+const STATUS_INTERVAL: Duration = Duration::from_millis(250);
+/// Rates are means over this long.
+const RATE_WINDOW: Duration = Duration::from_secs(15);
+/// Points kept of each curve.
+const CURVE_POINTS: usize = 4096;
+/// Events kept.
+const EVENTS: usize = 100;
+
+/// The actor.
+pub(super) struct Monitor;
+
+/// What it is made from.
+pub(super) struct MonitorArguments<'a> {
+    pub(super) config: ClusterConfig,
+    pub(super) directory: PathBuf,
+    pub(super) records: &'a [Record],
+}
+
+/// What it reacts to.
+pub(super) enum MonitorMessage {
+    /// The engine has moved.
+    View(Box<EngineView>),
+    /// A line for the user.
+    Notice(Notice),
+    /// A step was committed.
+    Committed(StepReport),
+    /// Acceptance was measured.
+    Evaluated { step: u64, acceptance: Acceptance },
+    /// The run is over, and how it ended.
+    Finished { summary: String, checkpoint: Option<PathBuf> },
+}
+
+pub(super) struct MonitorState {
+    snapshot: Snapshot,
+    views: watch::Sender<Snapshot>,
+    started: Instant,
+    shown: Instant,
+    written: Instant,
+    status: PathBuf,
+    metrics: Option<File>,
+    extraction: Rate,
+    training: Rate,
+    trained_tokens: u64,
+    steps: Rate,
+}
+
+impl Monitor {
+    pub(super) async fn start(
+        arguments: MonitorArguments<'_>,
+    ) -> anyhow::Result<(ActorRef<MonitorMessage>, watch::Receiver<Snapshot>, tokio::task::JoinHandle<()>)> {
+        let MonitorArguments { config, directory, records } = arguments;
+        let mut snapshot = Snapshot {
+            run: config.run.name.clone(),
+            phase: "starting".to_owned(),
+            ..Snapshot::default()
+        };
+        for record in records {
+            if let Record::Committed { report, .. } = record {
+                show_report(&mut snapshot, report);
+            }
+        }
+        let path = directory.join("metrics.jsonl");
+        let metrics = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(&path)
+            .map_err(|error| anyhow::anyhow!("{}: cannot write metrics: {error}", path.display()))?;
+        let (views, receiver) = watch::channel(snapshot.clone());
+        let now = Instant::now();
+        let state = MonitorState {
+            snapshot,
+            views,
+            started: now,
+            shown: now,
+            written: now,
+            status: directory.join("status.json"),
+            metrics: Some(metrics),
+            extraction: Rate::default(),
+            training: Rate::default(),
+            trained_tokens: 0,
+            steps: Rate::default(),
+        };
+        let (actor, life) = Actor::spawn(None, Self, state).await?;
+        Ok((actor, receiver, life))
+    }
+}
+
+impl Actor for Monitor {
+    type Msg = MonitorMessage;
+    type State = MonitorState;
+    type Arguments = MonitorState;
+
+    async fn pre_start(
+        &self,
+        _: ActorRef<MonitorMessage>,
+        mut state: MonitorState,
+    ) -> Result<MonitorState, ActorProcessingErr> {
+        state.publish(true);
+        Ok(state)
+    }
+
+    async fn handle(
+        &self,
+        myself: ActorRef<MonitorMessage>,
+        message: MonitorMessage,
+        state: &mut MonitorState,
+    ) -> Result<(), ActorProcessingErr> {
+        match message {
+            MonitorMessage::View(view) => {
+                state.look(&view);
+                state.publish(false);
+            }
+            MonitorMessage::Notice(notice) => {
+                let mark = if notice.warning { "! " } else { "" };
+                state.note(format!("{mark}{}", notice.text));
+                state.publish(true);
+            }
+            MonitorMessage::Committed(report) => {
+                let now = Instant::now();
+                state.trained_tokens += report.tokens;
+                state.training.add(now, state.trained_tokens);
+                state.steps.add(now, report.step);
+                show_report(&mut state.snapshot, &report);
+                if !report.replay {
+                    state.record(&serde_json::json!({
+                        "step": report.step,
+                        "loss": report.loss,
+                        "ttt": report.ttt,
+                        "learning_rate": report.learning_rate,
+                        "tokens": report.tokens,
+                        "trained_tokens": report.trained_tokens,
+                        "elapsed_s": state.started.elapsed().as_secs_f64(),
+                    }));
+                }
+                state.publish(true);
+            }
+            MonitorMessage::Evaluated { step, acceptance } => {
+                state.show_acceptance(step, &acceptance);
+                state.record(&serde_json::json!({
+                    "step": step,
+                    "acceptance_length": acceptance.length(),
+                    "acceptance": acceptance,
+                    "elapsed_s": state.started.elapsed().as_secs_f64(),
+                }));
+                state.publish(true);
+            }
+            MonitorMessage::Finished { summary, checkpoint } => {
+                state.snapshot.finished = Some(summary);
+                state.snapshot.phase = "finished".to_owned();
+                if let Some(checkpoint) = checkpoint {
+                    state.snapshot.checkpoint = Some(checkpoint.display().to_string());
+                }
+                state.publish(true);
+                state.write_status();
+                myself.stop(None);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl MonitorState {
+    fn look(&mut self, view: &EngineView) {
+        let now = Instant::now();
+        self.extraction.add(now, view.extracted_tokens);
+        let snapshot = &mut self.snapshot;
+        snapshot.phase = match view.phase {
+            Phase::Preparing => "reading samples",
+            Phase::Training => "training",
+            Phase::Closing { drained: false } => "closing",
+            Phase::Closing { drained: true } => "draining",
+            Phase::Leaving | Phase::Finished => "leaving",
+        }
+        .to_owned();
+        snapshot.ranks = view.seats.iter().map(rank_view).collect();
+        snapshot.ranks.sort_by_key(|rank| (rank.seat.role != Role::Verifier, rank.seat.index));
+        snapshot.samples = SampleCounts {
+            intake: view.ledger.intake,
+            pending: view.ledger.pending,
+            leased: view.ledger.leased,
+            extracted: view.ledger.extracted,
+            trained: view.ledger.trained,
+            quarantined: view.ledger.quarantined,
+            held_out: view.held_out,
+        };
+        snapshot.step = Step(view.committed);
+        snapshot.total_steps = (view.total_steps > 0).then_some(Step(view.total_steps));
+        snapshot.epoch = view.epoch;
+        snapshot.extraction_tokens_per_s = self.extraction.per_second(now);
+        snapshot.training_tokens_per_s = self.training.per_second(now);
+        let rate = self.steps.per_second(now);
+        let left = view.total_steps.saturating_sub(view.committed);
+        snapshot.eta_s = (rate > 0.0).then(|| (left as f32 / rate) as u64);
+        if let Some(checkpoint) = &view.checkpoint {
+            snapshot.checkpoint = Some(checkpoint.display().to_string());
+        }
+    }
+
+    fn show_acceptance(&mut self, step: u64, acceptance: &Acceptance) {
+        let shown = &mut self.snapshot.acceptance;
+        let Some(length) = acceptance.length() else { return };
+        shown.latest = Some(length as f32);
+        let verifications = acceptance.verifications.max(1) as f32;
+        shown.per_position = acceptance.accepted_at.iter().map(|&n| n as f32 / verifications).collect();
+        push(&mut shown.history, Point { step: Step(step), value: length as f32 });
+        self.note(format!("acceptance length {length:.2} on held-out answers at step {step}"));
+    }
+
+    fn note(&mut self, text: String) {
+        let seconds = self.started.elapsed().as_secs();
+        let time = format!("{:02}:{:02}:{:02}", seconds / 3600, seconds / 60 % 60, seconds % 60);
+        let events = &mut self.snapshot.events;
+        events.push(monitor::Event { time, text });
+        if events.len() > EVENTS {
+            events.remove(0);
+        }
+    }
+
+    fn record(&mut self, line: &serde_json::Value) {
+        if let Some(file) = &mut self.metrics
+            && let Err(error) = writeln!(file, "{line}")
+        {
+            tracing::warn!(%error, "metrics.jsonl cannot be written any more");
+            self.metrics = None;
+        }
+    }
+
+    fn publish(&mut self, now: bool) {
+        if now || self.shown.elapsed() >= SNAPSHOT_INTERVAL {
+            self.shown = Instant::now();
+            self.views.send_replace(self.snapshot.clone());
+        }
+        if self.written.elapsed() >= STATUS_INTERVAL {
+            self.written = Instant::now();
+            self.write_status();
+        }
+    }
+
+    /// Written beside and renamed in, so that a reader never sees half of it.
+    fn write_status(&self) {
+        let beside = self.status.with_extension("json.partial");
+        let written = serde_json::to_vec(&self.snapshot)
+            .map_err(std::io::Error::from)
+            .and_then(|bytes| std::fs::write(&beside, bytes))
+            .and_then(|()| std::fs::rename(&beside, &self.status));
+        if let Err(error) = written {
+            tracing::debug!(%error, "status.json cannot be written");
+        }
+    }
+}
+
+fn rank_view(seat: &SeatView) -> RankView {
+    let activity = seat.beat.map(|beat| beat.activity).unwrap_or_default();
+    let state = match seat.status {
+        "restarting" => RankState::Restarting,
+        "starting" => RankState::Starting,
+        "loading" => RankState::Loading,
+        "gone" => RankState::Dead,
+        _ => match activity {
+            Activity::Loading => RankState::Loading,
+            Activity::Extracting | Activity::Generating => RankState::Extracting,
+            Activity::Computing | Activity::Reducing | Activity::Applying => RankState::Training,
+            Activity::Idle | Activity::Donating | Activity::Saving | Activity::Evaluating => RankState::Idle,
+        },
+    };
+    let detail = match activity {
+        Activity::Idle | Activity::Loading | Activity::Extracting | Activity::Computing => "",
+        Activity::Generating => "answering held-out prompts",
+        Activity::Reducing => "summing gradients",
+        Activity::Applying => "applying the step",
+        Activity::Donating => "giving its state to a peer",
+        Activity::Saving => "writing a checkpoint",
+        Activity::Evaluating => "measuring acceptance",
+    };
+    RankView {
+        seat: seat.seat,
+        generation: seat.generation,
+        pid: (seat.pid != 0).then_some(seat.pid),
+        state,
+        restarts: seat.restarts,
+        rss_bytes: seat.beat.map_or(0, |beat| beat.rss_bytes),
+        beat_age_ms: seat.beat.map(|_| seat.silent_ms),
+        detail: detail.to_owned(),
+    }
+}
+
+fn show_report(snapshot: &mut Snapshot, report: &StepReport) {
+    let step = Step(report.step);
+    while snapshot.loss.last().is_some_and(|point| point.step >= step) {
+        snapshot.loss.pop();
+    }
+    push(&mut snapshot.loss, Point { step, value: report.loss as f32 });
+    snapshot.learning_rate = report.learning_rate;
+    snapshot.accuracy = report
+        .ttt
+        .iter()
+        .map(|ttt| StepAccuracy {
+            full: (ttt.full_correct / ttt.full_total.max(1.0)) as f32,
+            conditional: (ttt.conditional_correct / ttt.conditional_total.max(1.0)) as f32,
+        })
+        .collect();
+}
+
+fn push(curve: &mut Vec<Point>, point: Point) {
+    curve.push(point);
+    if curve.len() > CURVE_POINTS {
+        // Every second point of the older half keeps the shape at half the size.
+        let half = curve.len() / 2;
+        let mut index = 0;
+        curve.retain(|_| {
+            index += 1;
+            index > half || index % 2 == 0
+        });
+    }
+}
+
+/// A counter's growth per second over the last while.
+#[derive(Default)]
+struct Rate(VecDeque<(Instant, u64)>);
+
+impl Rate {
+    fn add(&mut self, now: Instant, total: u64) {
+        if self.0.back().is_none_or(|&(_, last)| total != last) {
+            self.0.push_back((now, total));
+        }
+        while self.0.len() > 2 && self.0.front().is_some_and(|&(at, _)| now - at > RATE_WINDOW) {
+            self.0.pop_front();
+        }
+    }
+
+    fn per_second(&self, now: Instant) -> f32 {
+        let (Some(&(from, first)), Some(&(_, last))) = (self.0.front(), self.0.back()) else { return 0.0 };
+        let seconds = (now - from).as_secs_f32();
+        if seconds > 0.0 { last.saturating_sub(first) as f32 / seconds } else { 0.0 }
+    }
+}

@@ -1,0 +1,195 @@
+//! What goes into the engine and what comes out.
+
+use std::path::PathBuf;
+
+use eaglet_runtime::control::{Acceptance, CoordinatorCommand, Member, RankEvent, StepMetrics};
+use eaglet_runtime::ids::{Generation, RowId, Seat, Unit};
+use serde::{Deserialize, Serialize};
+
+use crate::journal::{Record, SampleSource};
+use eaglet_runtime::samples::Location;
+
+/// Something happened.
+#[derive(Clone, Debug)]
+pub enum Event {
+    /// Intake read a sample and stored it.
+    SampleAccepted {
+        /// Where it came from.
+        source: SampleSource,
+        /// Where it lies in the sample store.
+        location: Location,
+        /// Its length.
+        tokens: u32,
+        /// How many of them are trained.
+        trained_tokens: u32,
+    },
+    /// Intake read a sample that cannot be used.
+    SampleRefused {
+        /// Where it came from.
+        source: SampleSource,
+        /// Why.
+        reason: String,
+    },
+    /// Intake has read all there is.
+    Prepared {
+        /// Verifier ids of the draft vocabulary, ascending.
+        vocabulary: Vec<u32>,
+        /// Share of the supervised tokens inside the draft vocabulary.
+        coverage: f64,
+        /// Held-out prompts.
+        held_out: Vec<Vec<u32>>,
+    },
+    /// A rank's process attached.
+    Attached {
+        /// Its seat.
+        seat: Seat,
+        /// Its generation.
+        generation: Generation,
+        /// Its process.
+        pid: u32,
+        /// Name of its bulk listener.
+        bulk_name: String,
+    },
+    /// A rank said something.
+    Rank {
+        /// Its seat.
+        seat: Seat,
+        /// Its generation.
+        generation: Generation,
+        /// What it said.
+        event: RankEvent,
+    },
+    /// A rank's process is gone.
+    Lost {
+        /// Its seat.
+        seat: Seat,
+        /// Its generation.
+        generation: Generation,
+        /// Why, in one line.
+        cause: String,
+        /// Last lines of its log.
+        log_tail: String,
+    },
+    /// The coordinator itself cannot go on.
+    Broken {
+        /// Why, and what to do.
+        report: String,
+    },
+    /// Time passed.
+    Tick,
+    /// Finish the step in flight, write a checkpoint, end.
+    Drain,
+}
+
+/// Something to do. Commands are carried out in order; a failed append stops everything behind it.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Command {
+    /// Append to the journal.
+    Append {
+        /// What.
+        record: Record,
+        /// Whether it must be on disk before the next command.
+        sync: bool,
+    },
+    /// Start a process for a seat.
+    Spawn {
+        /// The seat.
+        seat: Seat,
+        /// The generation.
+        generation: Generation,
+    },
+    /// Kill a seat's process.
+    Kill {
+        /// The seat.
+        seat: Seat,
+        /// The generation.
+        generation: Generation,
+        /// Why.
+        reason: String,
+    },
+    /// Say something to a rank.
+    Send {
+        /// The seat.
+        seat: Seat,
+        /// The generation.
+        generation: Generation,
+        /// What.
+        command: CoordinatorCommand,
+    },
+    /// Read a row's samples from the store and send it to a verifier.
+    Lease {
+        /// The verifier seat.
+        seat: Seat,
+        /// Its generation.
+        generation: Generation,
+        /// The row.
+        row: RowId,
+        /// Its documents.
+        documents: Vec<(Unit, Location)>,
+        /// Who gets the hidden states.
+        destination: Member,
+    },
+    /// Tell the user.
+    Notice(Notice),
+    /// A step was committed.
+    Committed(StepReport),
+    /// Acceptance was measured.
+    Evaluated {
+        /// Step of the weights.
+        step: u64,
+        /// Counts over all seats.
+        acceptance: Acceptance,
+    },
+    /// The run is over.
+    Finish(Outcome),
+}
+
+/// A line for the user.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Notice {
+    /// Whether it needs attention.
+    pub warning: bool,
+    /// One line.
+    pub text: String,
+}
+
+/// What one committed step measured, averaged over the seats that had a row.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StepReport {
+    /// Steps committed, this one included.
+    pub step: u64,
+    /// Total loss.
+    pub loss: f64,
+    /// Per TTT step: mean loss and summed counts.
+    pub ttt: Vec<StepMetrics>,
+    /// Learning rate the step is applied with.
+    pub learning_rate: f64,
+    /// Tokens of the step's rows.
+    pub tokens: u64,
+    /// Trained positions of the step's rows.
+    pub trained_tokens: u64,
+    /// Whether the step had been committed by an earlier incarnation and is only caught up with.
+    pub replay: bool,
+}
+
+/// How a run ended.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Outcome {
+    /// All steps are committed.
+    Completed {
+        /// The last checkpoint.
+        checkpoint: Option<PathBuf>,
+        /// Acceptance on held-out answers, if any were given.
+        acceptance: Option<Acceptance>,
+    },
+    /// Stopped on request after a checkpoint.
+    Drained {
+        /// The last checkpoint.
+        checkpoint: Option<PathBuf>,
+    },
+    /// Given up.
+    Failed {
+        /// Why: the first cause, and what to do.
+        report: String,
+    },
+}

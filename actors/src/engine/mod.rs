@@ -1,0 +1,313 @@
+//! The rules of a run, as a pure state machine: events in, commands out.
+//!
+//! The engine has no clock, no I/O, no randomness and no `async`: time comes with each event, and everything it wants
+//! done goes out as a [`Command`]. So every rule about seats, epochs, leases and votes can be driven by a test.
+//!
+//! Invariants, each held after every event:
+//! - LEDGER: `intake = pending + leased + extracted + trained + quarantined` ([`ledger`]).
+//! - ONCE: a unit's effect is committed exactly once; "trained" is written in the record that commits the step.
+//! - FENCE: what an older epoch or generation says has no effect.
+//! - ORDER: the batch of a step depends only on the journal ([`Record::Planned`] precedes its use).
+//! - SAME: all replicas hold the same digest at the same step, or the step is not committed.
+//!
+//! Files: [`seats`] who sits where, [`group`] when the draft replicas form an epoch, [`router`] which row goes where,
+//! [`steps`] begin, stage, commit, [`ledger`] the account, [`replay`] the state that a journal implies.
+
+mod command;
+mod group;
+pub mod ledger;
+mod plan;
+mod replay;
+mod router;
+mod seats;
+mod settings;
+mod steps;
+mod view;
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+pub use command::{Command, Event, Notice, Outcome, StepReport};
+use eaglet_runtime::control::{Acceptance, RankEvent};
+use eaglet_runtime::digest::Digest;
+use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, SampleSeq, Seat, Step};
+use eaglet_runtime::samples::Location;
+pub use ledger::LedgerCounts;
+pub use replay::ReplayError;
+pub use settings::{RestartPolicy, Settings};
+pub use view::{EngineView, SeatView};
+
+use self::ledger::Ledger;
+use self::plan::Plans;
+use self::router::RowState;
+use self::seats::Seats;
+use self::steps::StepPhase;
+use crate::journal::Record;
+
+/// How far a run is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// Samples are being read; ranks start.
+    Preparing,
+    /// Steps are being trained.
+    Training,
+    /// The last checkpoint is being written.
+    Closing {
+        /// Whether the run was stopped on request.
+        drained: bool,
+    },
+    /// Ranks are told to leave.
+    Leaving,
+    /// [`Command::Finish`] was given.
+    Finished,
+}
+
+/// A checkpoint that the journal knows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KnownCheckpoint {
+    /// Its step.
+    pub step: Step,
+    /// Digest of its weights and moments.
+    pub state: Digest,
+    /// Its folder.
+    pub folder: PathBuf,
+}
+
+/// What is kept of a sample.
+#[derive(Clone, Copy, Debug)]
+struct SampleFact {
+    location: Location,
+    tokens: u32,
+}
+
+/// The state machine of one run.
+pub struct Engine {
+    settings: Settings,
+    now_ms: u64,
+    phase: Phase,
+    outcome: Option<Outcome>,
+    ledger: Ledger,
+    samples: BTreeMap<SampleSeq, SampleFact>,
+    next_sample: SampleSeq,
+    vocabulary: Vec<u32>,
+    held_out: Vec<Vec<u32>>,
+    prepared: bool,
+    total_steps: u64,
+    plans: Plans,
+    committed: Step,
+    /// Of committed steps that a checkpoint may have to be led over again.
+    history: BTreeMap<Step, CommittedDigests>,
+    checkpoints: Vec<KnownCheckpoint>,
+    seats: Seats,
+    epoch: Epoch,
+    formed: bool,
+    rows: BTreeMap<RowId, RowState>,
+    step_phase: StepPhase,
+    evaluated: Option<(Step, Acceptance)>,
+    gradient_disputes: u32,
+    extracted_tokens: u64,
+    launch: u32,
+    leaving_since_ms: u64,
+    commands: Vec<Command>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct CommittedDigests {
+    gradient: Digest,
+    state: Digest,
+}
+
+impl Engine {
+    /// An engine in the state that a journal implies, with nobody seated yet.
+    ///
+    /// # Errors
+    /// If the records contradict each other or these settings.
+    pub fn new(settings: Settings, records: &[Record], now_ms: u64) -> Result<Self, ReplayError> {
+        let seats = Seats::new(&settings, now_ms);
+        let mut engine = Self {
+            settings,
+            now_ms,
+            phase: Phase::Preparing,
+            outcome: None,
+            ledger: Ledger::default(),
+            samples: BTreeMap::new(),
+            next_sample: SampleSeq::default(),
+            vocabulary: Vec::new(),
+            held_out: Vec::new(),
+            prepared: false,
+            total_steps: 0,
+            plans: Plans::default(),
+            committed: Step::default(),
+            history: BTreeMap::new(),
+            checkpoints: Vec::new(),
+            seats,
+            epoch: Epoch::default(),
+            formed: false,
+            rows: BTreeMap::new(),
+            step_phase: StepPhase::Idle,
+            evaluated: None,
+            gradient_disputes: 0,
+            extracted_tokens: 0,
+            launch: 0,
+            leaving_since_ms: now_ms,
+            commands: Vec::new(),
+        };
+        engine.replay(records)?;
+        Ok(engine)
+    }
+
+    /// Takes an event at a time that never goes backwards; returns what to do, in order.
+    pub fn handle(&mut self, now_ms: u64, event: Event) -> Vec<Command> {
+        self.now_ms = self.now_ms.max(now_ms);
+        if self.phase != Phase::Finished {
+            self.take(event);
+            self.advance();
+        }
+        debug_assert!(self.ledger.counts().adds_up(), "LEDGER: {:?}", self.ledger.counts());
+        std::mem::take(&mut self.commands)
+    }
+
+    fn take(&mut self, event: Event) {
+        match event {
+            Event::SampleAccepted { source, location, tokens, trained_tokens } => {
+                self.accept_sample(source, location, tokens, trained_tokens);
+            }
+            Event::SampleRefused { source, reason } => self.refuse_sample(source, reason),
+            Event::Prepared { vocabulary, coverage, held_out } => {
+                self.finish_preparing(vocabulary, coverage, held_out);
+            }
+            Event::Attached { seat, generation, pid, bulk_name } => {
+                self.seats.attached(seat, generation, pid, bulk_name, self.now_ms);
+                self.welcome(seat, generation);
+            }
+            Event::Rank { seat, generation, event } => {
+                // FENCE: only the present occupant of a seat is heard.
+                if self.seats.is_current(seat, generation) {
+                    self.rank_said(seat, generation, event);
+                }
+            }
+            Event::Lost { seat, generation, cause, log_tail } => {
+                self.rank_lost(seat, generation, &cause, &log_tail);
+            }
+            Event::Broken { report } => self.fail(report),
+            Event::Tick => self.tick(),
+            Event::Drain => {
+                if matches!(self.phase, Phase::Preparing | Phase::Training) {
+                    self.notice("draining: the step in flight is finished and a checkpoint written");
+                    self.phase = Phase::Closing { drained: true };
+                }
+            }
+        }
+    }
+
+    /// Everything that has become possible.
+    fn advance(&mut self) {
+        self.respawn();
+        self.plan_ahead();
+        self.advance_group();
+        self.route();
+        self.advance_step();
+        self.leave();
+    }
+
+    fn rank_said(&mut self, seat: Seat, generation: Generation, event: RankEvent) {
+        match event {
+            RankEvent::Attach(_) => {}
+            RankEvent::Beat(beat) => {
+                self.seats.beat(seat, beat, self.now_ms);
+                self.send(seat, eaglet_runtime::control::CoordinatorCommand::BeatAck { sequence: beat.sequence });
+            }
+            RankEvent::VerifierReady { contract } => self.verifier_ready(seat, &contract),
+            RankEvent::DraftReady { step, state } => self.draft_ready(seat, step, state),
+            RankEvent::GroupReady { epoch } => self.group_ready(seat, epoch),
+            RankEvent::Extracted { row, generation: destination, tokens } => {
+                self.row_extracted(seat, generation, row, destination, tokens);
+            }
+            RankEvent::BadSample { row, unit, reason } => self.bad_sample(seat, generation, row, unit, &reason),
+            RankEvent::Received { row } => self.row_received(seat, generation, row),
+            RankEvent::LinkBroken { from, generation: sender, reason } => {
+                self.link_broken(seat, from, sender, &reason);
+            }
+            RankEvent::Staged { epoch, step, gradient, state, metrics } => {
+                self.staged(seat, epoch, step, gradient, state, metrics);
+            }
+            RankEvent::Applied { step, state } => self.applied(seat, step, state),
+            RankEvent::Checkpointed { step, folder } => self.checkpointed(step, folder),
+            RankEvent::Evaluated { step, acceptance } => self.seat_evaluated(seat, step, &acceptance),
+            RankEvent::Fault { reason, permanent } => {
+                self.seats.fault(seat, reason.clone());
+                if permanent {
+                    self.fail(format!("{seat}: {reason}"));
+                } else {
+                    self.kill(seat, &reason);
+                }
+            }
+            RankEvent::Bye => self.seats.said_bye(seat),
+        }
+    }
+
+    fn send(&mut self, seat: Seat, command: eaglet_runtime::control::CoordinatorCommand) {
+        let generation = self.seats.get(seat).generation;
+        self.commands.push(Command::Send { seat, generation, command });
+    }
+
+    fn kill(&mut self, seat: Seat, reason: &str) {
+        let generation = self.seats.get(seat).generation;
+        self.commands.push(Command::Kill { seat, generation, reason: reason.to_owned() });
+    }
+
+    fn append(&mut self, record: Record, sync: bool) {
+        self.commands.push(Command::Append { record, sync });
+    }
+
+    fn notice(&mut self, text: impl Into<String>) {
+        self.commands.push(Command::Notice(Notice { warning: false, text: text.into() }));
+    }
+
+    fn warn(&mut self, text: impl Into<String>) {
+        self.commands.push(Command::Notice(Notice { warning: true, text: text.into() }));
+    }
+
+    /// Gives the run up; the first cause stands.
+    fn fail(&mut self, report: String) {
+        if self.outcome.is_none() {
+            self.outcome = Some(Outcome::Failed { report });
+        }
+        if !matches!(self.phase, Phase::Leaving | Phase::Finished) {
+            self.start_leaving();
+        }
+    }
+
+    fn draft_seats(&self) -> impl Iterator<Item = Seat> + use<> {
+        (0..self.settings.draft_seats).map(Seat::draft)
+    }
+
+    fn latest_checkpoint(&self) -> Option<&KnownCheckpoint> {
+        self.checkpoints.last()
+    }
+
+    /// How far the run is.
+    pub fn phase(&self) -> Phase {
+        self.phase
+    }
+
+    /// Whether intake was completed, now or by an earlier launch.
+    pub fn is_prepared(&self) -> bool {
+        self.prepared
+    }
+
+    /// Samples taken in so far, accepted or refused.
+    pub fn samples_taken_in(&self) -> u64 {
+        self.next_sample.0
+    }
+
+    fn role_seats(&self, role: Role) -> u16 {
+        match role {
+            Role::Draft => self.settings.draft_seats,
+            Role::Verifier => self.settings.verifier_seats,
+        }
+    }
+}

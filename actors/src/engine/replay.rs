@@ -1,0 +1,148 @@
+//! The state that a journal implies.
+
+use eaglet_runtime::ids::{Epoch, Step};
+
+use super::{Command, CommittedDigests, Engine, KnownCheckpoint, Phase};
+use crate::journal::Record;
+
+/// Records that contradict each other or the configuration.
+#[derive(Debug, thiserror::Error)]
+pub enum ReplayError {
+    /// The run directory belongs to another configuration.
+    #[error("{what}; start a new run directory, or set the configuration back to what this run was started with")]
+    OtherRun {
+        /// What differs.
+        what: String,
+    },
+    /// A record cannot follow those before it.
+    #[error("record {index} of the journal cannot follow those before it: {what}; restore the journal from a copy")]
+    Contradiction {
+        /// Which, from 0.
+        index: usize,
+        /// Why.
+        what: String,
+    },
+}
+
+impl Engine {
+    pub(super) fn replay(&mut self, records: &[Record]) -> Result<(), ReplayError> {
+        for (index, record) in records.iter().enumerate() {
+            self.restore(record)
+                .map_err(|error| match error {
+                    Refusal::OtherRun(what) => ReplayError::OtherRun { what },
+                    Refusal::Contradiction(what) => ReplayError::Contradiction { index, what },
+                })?;
+        }
+        // Quarantines were told when they happened.
+        self.commands.clear();
+        if self.prepared {
+            self.phase = Phase::Training;
+        }
+        Ok(())
+    }
+
+    fn restore(&mut self, record: &Record) -> Result<(), Refusal> {
+        match record {
+            Record::Launched { launch, contract, recipe } => {
+                if *recipe != self.settings.recipe {
+                    return Err(Refusal::OtherRun(
+                        "the run directory holds a run with another verifier, draft, training, samples or seed \
+                         section"
+                            .to_owned(),
+                    ));
+                }
+                if let Some(difference) = self.settings.contract.difference(contract) {
+                    return Err(Refusal::OtherRun(format!(
+                        "the run directory holds a run with other hidden states: {difference}"
+                    )));
+                }
+                self.launch = *launch;
+            }
+            Record::Accepted { sample, location, tokens, .. } => {
+                if *sample != self.next_sample {
+                    return Err(Refusal::Contradiction(format!(
+                        "sample {sample} follows {} samples",
+                        self.next_sample
+                    )));
+                }
+                self.admit_sample(*sample, *location, *tokens);
+            }
+            Record::Refused { sample, .. } => self.turn_away_sample(*sample),
+            Record::Prepared { vocabulary, held_out, total_steps } => {
+                self.vocabulary.clone_from(vocabulary);
+                self.held_out.clone_from(held_out);
+                self.total_steps = *total_steps;
+                self.prepared = true;
+            }
+            Record::Planned { step, rows } => {
+                if rows.len() != usize::from(self.settings.draft_seats) {
+                    return Err(Refusal::OtherRun(format!(
+                        "the run directory holds a run with {} draft seats, and cluster.toml has {}",
+                        rows.len(),
+                        self.settings.draft_seats
+                    )));
+                }
+                if *step != self.plans.next {
+                    return Err(Refusal::Contradiction(format!("step {step} is planned out of order")));
+                }
+                self.adopt_plan(*step, rows.clone());
+            }
+            Record::Quarantined { step, unit, .. } => self.quarantine(*step, *unit),
+            Record::Committed { step, gradient, state, .. } => {
+                if *step != self.committed {
+                    return Err(Refusal::Contradiction(format!(
+                        "step {step} is committed after step {}",
+                        self.committed
+                    )));
+                }
+                let Some(rows) = self.plans.steps.get(step).cloned() else {
+                    return Err(Refusal::Contradiction(format!("step {step} was never planned")));
+                };
+                for unit in rows.into_iter().flatten() {
+                    self.ledger
+                        .restore_trained(unit)
+                        .map_err(|error| Refusal::Contradiction(error.to_string()))?;
+                }
+                self.committed = step.next();
+                self.history.insert(*step, CommittedDigests { gradient: *gradient, state: *state });
+            }
+            Record::Checkpointed { step, state, folder } => {
+                self.checkpoints.push(KnownCheckpoint { step: *step, state: *state, folder: folder.clone() });
+            }
+        }
+        Ok(())
+    }
+
+    /// Begins a launch: what it hands out is fenced from every earlier one.
+    pub fn launch(&mut self) -> Vec<Command> {
+        self.launch += 1;
+        self.epoch = Epoch(u64::from(self.launch) << 32);
+        let record = Record::Launched {
+            launch: self.launch,
+            contract: self.settings.contract.clone(),
+            recipe: self.settings.recipe,
+        };
+        self.append(record, true);
+        std::mem::take(&mut self.commands)
+    }
+
+    /// Checkpoints that the journal knows, oldest first.
+    pub fn checkpoints(&self) -> &[KnownCheckpoint] {
+        &self.checkpoints
+    }
+
+    /// Forgets checkpoints that are no longer whole on disk. To be called before the first event.
+    pub fn keep_checkpoints(&mut self, is_whole: impl FnMut(&KnownCheckpoint) -> bool) {
+        self.checkpoints.retain(is_whole);
+    }
+
+    /// Steps committed so far.
+    pub fn committed(&self) -> Step {
+        self.committed
+    }
+}
+
+enum Refusal {
+    OtherRun(String),
+    Contradiction(String),
+}

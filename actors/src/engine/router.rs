@@ -1,0 +1,264 @@
+//! Which row goes to which verifier, and where its hidden states lie.
+
+use eaglet_runtime::control::{CoordinatorCommand, HeldOutRequest};
+use eaglet_runtime::ids::{Generation, Role, RowId, Seat, Step, Unit};
+
+use super::ledger::UnitState;
+use super::seats::Status;
+use super::{Command, Engine, Phase};
+use crate::journal::Record;
+
+/// Rows a verifier may hold at once: one in work, one behind it so that it never waits for the coordinator.
+const LEASES_PER_VERIFIER: usize = 2;
+
+/// Where a row's hidden states are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum RowState {
+    /// Nowhere.
+    Waiting,
+    /// Being computed.
+    Leased { verifier: u16, generation: Generation, destination: Generation },
+    /// Sent to the draft seat.
+    Sent { verifier: u16, generation: Generation, destination: Generation },
+    /// At the draft seat.
+    Held { destination: Generation },
+}
+
+impl Engine {
+    /// The step that the draft replicas are at, or will be at once they have loaded.
+    pub(super) fn base_step(&self) -> Step {
+        self.draft_seats()
+            .filter_map(|seat| self.seats.get(seat).state.map(|(step, _)| step))
+            .max()
+            .or_else(|| self.latest_checkpoint().map(|checkpoint| checkpoint.step))
+            .unwrap_or_default()
+    }
+
+    /// Gives rows to verifiers that have room: those of the next step first, then held-out ones, then those ahead.
+    pub(super) fn route(&mut self) {
+        if !self.prepared || matches!(self.phase, Phase::Leaving | Phase::Finished) {
+            return;
+        }
+        let base = self.base_step();
+        self.rows.retain(|row, _| !matches!(row, RowId::Train { step, .. } if *step < base));
+        let mut wanted = Vec::new();
+        let last = (base.0 + self.settings.prefetch_steps).min(self.total_steps);
+        let stopping = matches!(self.phase, Phase::Closing { .. });
+        for step in (base.0..last).map(Step).filter(|_| !stopping) {
+            for seat in 0..self.settings.draft_seats {
+                if !self.row_units(step, seat).is_empty() {
+                    wanted.push(RowId::Train { step, seat });
+                }
+            }
+            if step == base {
+                wanted.extend(self.held_out_rows());
+            }
+        }
+        if wanted.is_empty() {
+            wanted.extend(self.held_out_rows());
+        }
+        for row in wanted {
+            let state = *self.rows.entry(row).or_insert(RowState::Waiting);
+            if state != RowState::Waiting {
+                continue;
+            }
+            let to = Seat::draft(row.seat());
+            let draft = self.seats.get(to);
+            if !matches!(draft.status, Status::Loading | Status::Ready) {
+                continue;
+            }
+            let destination = draft.member(to);
+            let Some(verifier) = self.free_verifier() else { return };
+            self.lease(row, verifier, destination);
+        }
+    }
+
+    fn free_verifier(&self) -> Option<Seat> {
+        self.seats
+            .iter()
+            .filter(|(seat, state)| {
+                seat.role == Role::Verifier
+                    && state.status == Status::Ready
+                    && state.leases.len() < LEASES_PER_VERIFIER
+            })
+            .min_by_key(|(seat, state)| (state.leases.len(), *seat))
+            .map(|(seat, _)| seat)
+    }
+
+    fn lease(&mut self, row: RowId, verifier: Seat, destination: eaglet_runtime::control::Member) {
+        let generation = self.seats.get(verifier).generation;
+        let to = destination.generation;
+        self.rows.insert(row, RowState::Leased { verifier: verifier.index, generation, destination: to });
+        self.seats.get_mut(verifier).leases.insert(row);
+        match row {
+            RowId::Train { step, seat } => {
+                self.move_units(step, seat, UnitState::Leased);
+                let documents = self
+                    .row_units(step, seat)
+                    .iter()
+                    .filter_map(|&unit| Some((unit, self.samples.get(&unit.sample)?.location)))
+                    .collect();
+                self.commands.push(Command::Lease { seat: verifier, generation, row, documents, destination });
+            }
+            RowId::HeldOut { seat } => {
+                let request = HeldOutRequest {
+                    row,
+                    prompts: self.held_out_prompts(seat),
+                    max_new_tokens: self.settings.max_new_tokens,
+                    destination,
+                };
+                self.send(verifier, CoordinatorCommand::ExtractHeldOut(request));
+            }
+        }
+    }
+
+    /// Moves the units of a row that is not committed yet.
+    fn move_units(&mut self, step: Step, seat: u16, to: UnitState) {
+        if step < self.committed {
+            return; // done again after all replicas were lost: these units are trained for ever
+        }
+        for unit in self.row_units(step, seat).to_vec() {
+            if let Err(error) = self.ledger.advance(unit, to) {
+                self.fail(format!("the ledger does not add up: {error}; this is a defect of eaglet"));
+            }
+        }
+    }
+
+    pub(super) fn row_extracted(
+        &mut self,
+        verifier: Seat,
+        generation: Generation,
+        row: RowId,
+        destination: Generation,
+        tokens: u64,
+    ) {
+        self.seats.get_mut(verifier).leases.remove(&row);
+        self.extracted_tokens += tokens;
+        if let Some(state @ RowState::Leased { .. }) = self.rows.get_mut(&row)
+            && *state == (RowState::Leased { verifier: verifier.index, generation, destination })
+        {
+            *state = RowState::Sent { verifier: verifier.index, generation, destination };
+        }
+    }
+
+    pub(super) fn row_received(&mut self, draft: Seat, generation: Generation, row: RowId) {
+        let Some(&state) = self.rows.get(&row) else { return };
+        if row.seat() != draft.index || matches!(state, RowState::Held { .. }) {
+            return;
+        }
+        self.rows.insert(row, RowState::Held { destination: generation });
+        if let RowId::Train { step, seat } = row {
+            if state == RowState::Waiting {
+                // Its lease was given up after the verifier died, and the hidden states arrived all the same.
+                self.move_units(step, seat, UnitState::Leased);
+            }
+            self.move_units(step, seat, UnitState::Extracted);
+        }
+    }
+
+    pub(super) fn bad_sample(
+        &mut self,
+        verifier: Seat,
+        _generation: Generation,
+        row: RowId,
+        unit: Option<Unit>,
+        reason: &str,
+    ) {
+        self.seats.get_mut(verifier).leases.remove(&row);
+        let RowId::Train { step, seat } = row else {
+            self.fail(format!("a held-out answer cannot be used: {reason}"));
+            return;
+        };
+        if !matches!(self.rows.get(&row), Some(RowState::Leased { .. })) {
+            return;
+        }
+        let Some(unit) = unit.filter(|unit| self.row_units(step, seat).contains(unit)) else {
+            self.fail(format!("{verifier} refused the {row} without naming one of its samples: {reason}"));
+            return;
+        };
+        if step < self.committed {
+            self.fail(format!("sample {} was trained before and is refused now: {reason}", unit.sample));
+            return;
+        }
+        self.move_units(step, seat, UnitState::Pending);
+        self.rows.insert(row, RowState::Waiting);
+        self.quarantine(step, unit);
+        self.warn(format!("quarantined sample {} in pass {}: {reason}", unit.sample, unit.pass));
+        self.append(Record::Quarantined { step, unit, reason: reason.to_owned() }, false);
+    }
+
+    /// Takes a unit out of its row for good.
+    pub(super) fn quarantine(&mut self, step: Step, unit: Unit) {
+        for row in self.plans.steps.get_mut(&step).into_iter().flatten() {
+            row.retain(|other| *other != unit);
+        }
+        if let Err(error) = self.ledger.advance(unit, UnitState::Quarantined) {
+            self.fail(format!("the ledger does not add up: {error}; this is a defect of eaglet"));
+        }
+    }
+
+    pub(super) fn link_broken(&mut self, draft: Seat, from: Seat, sender: Generation, reason: &str) {
+        if !self.seats.is_current(from, sender) {
+            return; // its process is gone, and its rows were given back then
+        }
+        self.warn(format!("the link from {from} to {draft} broke: {reason}; its rows are extracted again"));
+        self.give_back(|row, state| {
+            row.seat() == draft.index
+                && matches!(state, RowState::Sent { verifier, generation, .. }
+                    if verifier == from.index && generation == sender)
+        });
+    }
+
+    /// Gives back the rows of a rank that is gone.
+    pub(super) fn release_rows(&mut self, seat: Seat, generation: Generation) {
+        match seat.role {
+            Role::Verifier => self.give_back(|_, state| {
+                matches!(state, RowState::Leased { verifier, generation: g, .. }
+                    | RowState::Sent { verifier, generation: g, .. }
+                    if verifier == seat.index && g == generation)
+            }),
+            Role::Draft => self.give_back(|row, state| row.seat() == seat.index && state != RowState::Waiting),
+        }
+    }
+
+    fn give_back(&mut self, mut which: impl FnMut(RowId, RowState) -> bool) {
+        let rows: Vec<RowId> =
+            self.rows.iter().filter(|&(&row, &state)| which(row, state)).map(|(&row, _)| row).collect();
+        for row in rows {
+            self.rows.insert(row, RowState::Waiting);
+            if let RowId::Train { step, seat } = row {
+                self.move_units(step, seat, UnitState::Pending);
+            }
+        }
+    }
+
+    /// Whether a seat's row needs nothing more before it can be computed.
+    pub(super) fn row_is_held(&self, row: RowId) -> bool {
+        matches!(self.rows.get(&row), Some(RowState::Held { .. }))
+    }
+
+    /// Held-out prompts of a draft seat: dealt round, as many as fit four rows together with their answers.
+    pub(super) fn held_out_prompts(&self, seat: u16) -> Vec<Vec<u32>> {
+        let mut room = 4 * self.settings.tokens_per_row as usize;
+        self.held_out
+            .iter()
+            .skip(usize::from(seat))
+            .step_by(usize::from(self.settings.draft_seats.max(1)))
+            .take_while(|prompt| {
+                let need = prompt.len() + self.settings.max_new_tokens;
+                let fits = need <= room;
+                room = room.saturating_sub(need);
+                fits
+            })
+            .cloned()
+            .collect()
+    }
+
+    /// The held-out rows of all seats that have prompts.
+    pub(super) fn held_out_rows(&self) -> Vec<RowId> {
+        (0..self.settings.draft_seats)
+            .filter(|&seat| !self.held_out_prompts(seat).is_empty())
+            .map(|seat| RowId::HeldOut { seat })
+            .collect()
+    }
+}

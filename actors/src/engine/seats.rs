@@ -1,0 +1,328 @@
+//! Who sits where, since when, and what was last heard of them.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use eaglet_runtime::control::{Beat, CoordinatorCommand, Member};
+use eaglet_runtime::digest::Digest;
+use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Step};
+
+use super::{Command, Engine, Outcome, Phase, Settings};
+
+/// What a seat's occupant is up to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Status {
+    /// Nobody; somebody will be started.
+    Vacant { spawn_at_ms: u64 },
+    /// A process was started and has not attached.
+    Starting,
+    /// Attached, not told to load yet.
+    Attached,
+    /// Loading weights or taking a state.
+    Loading,
+    /// Working.
+    Ready,
+    /// Left as it was told to, or will not be filled again.
+    Left,
+}
+
+/// What is known of a seat.
+#[derive(Clone, Debug)]
+pub(super) struct SeatState {
+    pub(super) generation: Generation,
+    pub(super) status: Status,
+    pub(super) since_ms: u64,
+    pub(super) last_heard_ms: u64,
+    pub(super) beat: Option<Beat>,
+    pub(super) pid: u32,
+    pub(super) bulk_name: String,
+    /// When it was started again, within the restart window.
+    pub(super) restarts: VecDeque<u64>,
+    pub(super) restarts_total: u32,
+    /// What a rank said was wrong with it, before its process ended.
+    pub(super) fault: Option<String>,
+    /// Draft only: the state it holds.
+    pub(super) state: Option<(Step, Digest)>,
+    /// Draft only: a commit is on its way to it.
+    pub(super) applying: bool,
+    /// Draft only: who its state comes from.
+    pub(super) donor: Option<(u16, Generation)>,
+    /// Draft only: the epoch it was told to join.
+    pub(super) invited: Option<Epoch>,
+    /// Draft only: the epoch it has joined.
+    pub(super) joined: Option<Epoch>,
+    /// Verifier only: rows it was given and has not answered for.
+    pub(super) leases: BTreeSet<RowId>,
+}
+
+impl SeatState {
+    pub(super) fn member(&self, seat: Seat) -> Member {
+        Member { seat: seat.index, generation: self.generation, bulk_name: self.bulk_name.clone() }
+    }
+
+    fn vacate(&mut self, spawn_at_ms: u64, now_ms: u64) {
+        self.generation = self.generation.next();
+        self.status = Status::Vacant { spawn_at_ms };
+        self.since_ms = now_ms;
+        self.beat = None;
+        self.pid = 0;
+        self.fault = None;
+        self.state = None;
+        self.applying = false;
+        self.donor = None;
+        self.invited = None;
+        self.joined = None;
+        self.leases.clear();
+    }
+}
+
+/// All seats.
+pub(super) struct Seats {
+    seats: BTreeMap<Seat, SeatState>,
+    last_tick_ms: u64,
+}
+
+impl Seats {
+    pub(super) fn new(settings: &Settings, now_ms: u64) -> Self {
+        let vacant = SeatState {
+            generation: Generation::default(),
+            status: Status::Vacant { spawn_at_ms: now_ms },
+            since_ms: now_ms,
+            last_heard_ms: now_ms,
+            beat: None,
+            pid: 0,
+            bulk_name: String::new(),
+            restarts: VecDeque::new(),
+            restarts_total: 0,
+            fault: None,
+            state: None,
+            applying: false,
+            donor: None,
+            invited: None,
+            joined: None,
+            leases: BTreeSet::new(),
+        };
+        let drafts = (0..settings.draft_seats).map(Seat::draft);
+        let verifiers = (0..settings.verifier_seats).map(Seat::verifier);
+        Self {
+            seats: drafts.chain(verifiers).map(|seat| (seat, vacant.clone())).collect(),
+            last_tick_ms: now_ms,
+        }
+    }
+
+    pub(super) fn get(&self, seat: Seat) -> &SeatState {
+        // Seats come from the settings that this map was made from.
+        &self.seats[&seat]
+    }
+
+    pub(super) fn get_mut(&mut self, seat: Seat) -> &mut SeatState {
+        self.seats.get_mut(&seat).expect("every seat of the settings is in the map")
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (Seat, &SeatState)> {
+        self.seats.iter().map(|(&seat, state)| (seat, state))
+    }
+
+    pub(super) fn is_current(&self, seat: Seat, generation: Generation) -> bool {
+        self.seats.get(&seat).is_some_and(|state| {
+            state.generation == generation && !matches!(state.status, Status::Vacant { .. })
+        })
+    }
+
+    pub(super) fn attached(&mut self, seat: Seat, generation: Generation, pid: u32, name: String, now_ms: u64) {
+        if self.is_current(seat, generation) {
+            let state = self.get_mut(seat);
+            if state.status == Status::Starting {
+                state.status = Status::Attached;
+                state.since_ms = now_ms;
+                state.last_heard_ms = now_ms;
+                state.pid = pid;
+                state.bulk_name = name;
+            }
+        }
+    }
+
+    pub(super) fn beat(&mut self, seat: Seat, beat: Beat, now_ms: u64) {
+        let state = self.get_mut(seat);
+        state.last_heard_ms = now_ms;
+        state.beat = Some(beat);
+    }
+
+    pub(super) fn fault(&mut self, seat: Seat, reason: String) {
+        self.get_mut(seat).fault.get_or_insert(reason);
+    }
+
+    pub(super) fn said_bye(&mut self, seat: Seat) {
+        self.get_mut(seat).status = Status::Left;
+    }
+}
+
+impl Engine {
+    /// Starts processes for vacant seats whose time has come.
+    pub(super) fn respawn(&mut self) {
+        if matches!(self.phase, Phase::Leaving | Phase::Finished) {
+            return;
+        }
+        let now_ms = self.now_ms;
+        let due: Vec<Seat> = self
+            .seats
+            .iter()
+            .filter(|(_, s)| matches!(s.status, Status::Vacant { spawn_at_ms } if spawn_at_ms <= now_ms))
+            .map(|(seat, _)| seat)
+            .collect();
+        for seat in due {
+            let state = self.seats.get_mut(seat);
+            state.status = Status::Starting;
+            state.since_ms = now_ms;
+            let generation = state.generation;
+            self.commands.push(Command::Spawn { seat, generation });
+        }
+    }
+
+    /// First commands for a rank that has attached.
+    pub(super) fn welcome(&mut self, seat: Seat, generation: Generation) {
+        if !self.seats.is_current(seat, generation) || seat.role != Role::Verifier {
+            return; // a draft waits until its vocabulary is known: group.rs
+        }
+        if self.seats.get(seat).status == Status::Attached {
+            self.seats.get_mut(seat).status = Status::Loading;
+            self.send(seat, CoordinatorCommand::LoadVerifier);
+        }
+    }
+
+    pub(super) fn verifier_ready(&mut self, seat: Seat, contract: &eaglet_runtime::contract::Contract) {
+        if let Some(difference) = self.settings.contract.difference(contract) {
+            self.fail(format!(
+                "{seat} would hand out other hidden states than this run is made for: {difference}; \
+                 start a new run directory for another verifier"
+            ));
+            return;
+        }
+        let now_ms = self.now_ms;
+        let state = self.seats.get_mut(seat);
+        state.status = Status::Ready;
+        state.since_ms = now_ms;
+    }
+
+    /// A rank's process is gone: fence it, give its work back, fill the seat again or give up.
+    pub(super) fn rank_lost(&mut self, seat: Seat, generation: Generation, cause: &str, log_tail: &str) {
+        if !self.seats.is_current(seat, generation) {
+            return;
+        }
+        if matches!(self.phase, Phase::Leaving | Phase::Finished)
+            || self.seats.get(seat).status == Status::Left
+        {
+            self.seats.get_mut(seat).status = Status::Left;
+            return;
+        }
+        let cause = match self.seats.get(seat).fault.clone() {
+            Some(fault) => format!("{fault} ({cause})"),
+            None => cause.to_owned(),
+        };
+        self.release_rows(seat, generation);
+        let policy = self.settings.restarts;
+        let now_ms = self.now_ms;
+        let state = self.seats.get_mut(seat);
+        while state.restarts.front().is_some_and(|&at| at + policy.window_ms < now_ms) {
+            state.restarts.pop_front();
+        }
+        let recent = state.restarts.len() as u32;
+        if recent >= policy.max_restarts {
+            self.fail(format!(
+                "{seat} was lost {} times in {} s and is not started again; last cause: {cause}{}",
+                recent + 1,
+                policy.window_ms / 1000,
+                if log_tail.is_empty() { String::new() } else { format!("\nits last words:\n{log_tail}") },
+            ));
+            return;
+        }
+        let backoff_ms = match recent {
+            0 => 0,
+            n => policy.backoff_initial_ms.saturating_mul(1 << (n - 1).min(32)).min(policy.backoff_max_ms),
+        };
+        state.restarts.push_back(now_ms);
+        state.restarts_total += 1;
+        state.vacate(now_ms + backoff_ms, now_ms);
+        let wait = if backoff_ms > 0 { format!(" in {backoff_ms} ms") } else { String::new() };
+        self.warn(format!("lost {seat} (generation {generation}): {cause}; starting it again{wait}"));
+        if seat.role == Role::Draft {
+            self.break_group(seat, generation);
+        }
+    }
+
+    /// Looks for ranks that are silent or late.
+    pub(super) fn tick(&mut self) {
+        let now_ms = self.now_ms;
+        let since_last_ms = now_ms - self.seats.last_tick_ms;
+        self.seats.last_tick_ms = now_ms;
+        // If the coordinator itself was held up, beats wait in its queues: nobody is blamed for that time.
+        let held_up_ms = since_last_ms.saturating_sub(self.settings.dead_after_ms / 4);
+        let mut late = Vec::new();
+        for (&seat, state) in &mut self.seats.seats {
+            if held_up_ms > 0 {
+                state.last_heard_ms += held_up_ms;
+                state.since_ms += held_up_ms;
+            }
+            let silent_ms = now_ms.saturating_sub(state.last_heard_ms);
+            let here_ms = now_ms.saturating_sub(state.since_ms);
+            let reason = match state.status {
+                Status::Vacant { .. } | Status::Left => None,
+                Status::Starting => (here_ms > self.settings.attach_timeout_ms)
+                    .then(|| format!("it did not attach within {here_ms} ms")),
+                _ if silent_ms > self.settings.dead_after_ms => {
+                    Some(format!("no sign of life for {silent_ms} ms"))
+                }
+                Status::Loading => (here_ms > self.settings.load_timeout_ms)
+                    .then(|| format!("it did not finish loading within {here_ms} ms")),
+                Status::Attached | Status::Ready => None,
+            };
+            if let Some(reason) = reason {
+                late.push((seat, reason));
+            }
+        }
+        for seat in self.late_in_step() {
+            late.push((seat, format!("it is late in a step by {} ms", self.settings.step_timeout_ms)));
+        }
+        for (seat, reason) in late {
+            // Killed once; a second kill of the same process does no harm.
+            self.kill(seat, &reason);
+        }
+    }
+
+    /// Tells every rank to leave.
+    pub(super) fn start_leaving(&mut self) {
+        self.phase = Phase::Leaving;
+        self.leaving_since_ms = self.now_ms;
+        let seats: Vec<(Seat, Status)> = self.seats.iter().map(|(seat, s)| (seat, s.status)).collect();
+        for (seat, status) in seats {
+            match status {
+                Status::Vacant { .. } | Status::Left => self.seats.get_mut(seat).status = Status::Left,
+                Status::Starting => self.kill(seat, "the run is over"),
+                Status::Attached | Status::Loading | Status::Ready => {
+                    self.send(seat, CoordinatorCommand::Quit);
+                }
+            }
+        }
+    }
+
+    /// Ends the run once every rank has left, or had time enough to.
+    pub(super) fn leave(&mut self) {
+        if self.phase != Phase::Leaving {
+            return;
+        }
+        let stayed: Vec<Seat> =
+            self.seats.iter().filter(|(_, s)| s.status != Status::Left).map(|(seat, _)| seat).collect();
+        if !stayed.is_empty() {
+            if self.now_ms < self.leaving_since_ms + self.settings.leave_timeout_ms {
+                return;
+            }
+            for seat in stayed {
+                self.kill(seat, "it did not leave in time");
+            }
+        }
+        self.phase = Phase::Finished;
+        let outcome = self.outcome.take().unwrap_or(Outcome::Failed {
+            report: "the run ended without a result; this is a defect of eaglet".to_owned(),
+        });
+        self.commands.push(Command::Finish(outcome));
+    }
+}

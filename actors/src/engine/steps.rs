@@ -1,0 +1,351 @@
+//! A training step: begin, stage, one journal record, commit, apply. Fenced by the epoch.
+//!
+//! Nothing of a step touches weights before its record is on disk: [`Command::Append`] with `sync` stands before every
+//! [`CoordinatorCommand::Commit`], and commands are carried out in order.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+
+use eaglet_runtime::control::{Acceptance, CoordinatorCommand, SeatMetrics};
+use eaglet_runtime::digest::Digest;
+use eaglet_runtime::ids::{Epoch, RowId, Seat, Step};
+
+use super::ledger::UnitState;
+use super::{Command, CommittedDigests, Engine, KnownCheckpoint, Outcome, Phase, StepReport};
+use crate::journal::Record;
+
+/// Steps may be redone so often in a row because replicas disagree on a gradient.
+const GRADIENT_DISPUTES: u32 = 3;
+
+/// What a replica has staged.
+#[derive(Clone, Debug)]
+pub(super) struct Staged {
+    gradient: Digest,
+    state: Digest,
+    metrics: SeatMetrics,
+}
+
+/// What the draft group is doing.
+#[derive(Clone, Debug)]
+pub(super) enum StepPhase {
+    /// Nothing, or the group is broken.
+    Idle,
+    /// Gradients are computed and reduced.
+    Running { step: Step, since_ms: u64, staged: BTreeMap<u16, Staged> },
+    /// A committed step is being applied.
+    Applying { since_ms: u64 },
+    /// Acceptance is being measured.
+    Evaluating { step: Step, since_ms: u64, waiting: BTreeSet<u16>, total: Acceptance },
+    /// A checkpoint is being written.
+    Saving { since_ms: u64 },
+}
+
+impl Engine {
+    /// Starts what comes next, once the group is formed and idle.
+    pub(super) fn advance_step(&mut self) {
+        if let Phase::Closing { drained: true } = self.phase
+            && !self.prepared
+        {
+            self.close(true);
+            return;
+        }
+        if !self.formed || !matches!(self.step_phase, StepPhase::Idle) {
+            return;
+        }
+        let Some((at, _)) = self.common_state() else { return };
+        match self.phase {
+            Phase::Training if at.0 >= self.total_steps && at >= self.committed => {
+                self.phase = Phase::Closing { drained: false };
+                self.advance_step();
+            }
+            Phase::Training => {
+                if self.checkpoint_is_due(at) {
+                    self.save();
+                } else if self.evaluation_is_due(at) {
+                    self.evaluate(at);
+                } else {
+                    self.begin(at);
+                }
+            }
+            Phase::Closing { drained } => {
+                let measured = self.evaluated.as_ref().is_some_and(|(step, _)| *step == at);
+                let rows = self.held_out_rows();
+                if !drained && !measured && !rows.is_empty() {
+                    if rows.iter().all(|&row| self.row_is_held(row)) {
+                        self.evaluate(at);
+                    }
+                } else if at.0 > 0 && self.latest_checkpoint().is_none_or(|known| known.step != at) {
+                    self.save();
+                } else {
+                    self.close(drained);
+                }
+            }
+            Phase::Preparing | Phase::Leaving | Phase::Finished => {}
+        }
+    }
+
+    fn close(&mut self, drained: bool) {
+        let checkpoint = self.latest_checkpoint().map(|known| known.folder.clone());
+        self.outcome.get_or_insert(if drained {
+            Outcome::Drained { checkpoint }
+        } else {
+            Outcome::Completed {
+                checkpoint,
+                acceptance: self.evaluated.as_ref().map(|(_, acceptance)| acceptance.clone()),
+            }
+        });
+        self.start_leaving();
+    }
+
+    fn checkpoint_is_due(&self, at: Step) -> bool {
+        let every = self.settings.checkpoint_every_steps;
+        every > 0
+            && at.0 > 0
+            && at.0.is_multiple_of(every)
+            && at == self.committed
+            && self.latest_checkpoint().is_none_or(|known| known.step != at)
+    }
+
+    fn evaluation_is_due(&self, at: Step) -> bool {
+        let every = self.settings.evaluate_every_steps;
+        let rows = self.held_out_rows();
+        every > 0
+            && at.0.is_multiple_of(every)
+            && at == self.committed
+            && self.evaluated.as_ref().is_none_or(|(step, _)| *step != at)
+            && !rows.is_empty()
+            && rows.iter().all(|&row| self.row_is_held(row))
+    }
+
+    fn save(&mut self) {
+        self.step_phase = StepPhase::Saving { since_ms: self.now_ms };
+        self.send(Seat::draft(0), CoordinatorCommand::Checkpoint);
+    }
+
+    pub(super) fn checkpointed(&mut self, step: Step, folder: PathBuf) {
+        let Some((at, state)) = self.seats.get(Seat::draft(0)).state else { return };
+        if at != step || self.latest_checkpoint().is_some_and(|known| known.step >= step) {
+            return;
+        }
+        self.checkpoints.push(KnownCheckpoint { step, state, folder: folder.clone() });
+        // Steps before the last checkpoint but one are never done again.
+        if let [.., keep, _] = self.checkpoints.as_slice() {
+            let keep = keep.step;
+            self.history.retain(|&step, _| step >= keep);
+            self.plans.steps.retain(|&step, _| step >= keep);
+        }
+        self.notice(format!("checkpoint of step {step} in {}", folder.display()));
+        self.append(Record::Checkpointed { step, state, folder }, true);
+        if matches!(self.step_phase, StepPhase::Saving { .. }) {
+            self.step_phase = StepPhase::Idle;
+        }
+    }
+
+    fn evaluate(&mut self, at: Step) {
+        let seats: BTreeSet<u16> = self.held_out_rows().into_iter().map(RowId::seat).collect();
+        for &seat in &seats {
+            self.send(Seat::draft(seat), CoordinatorCommand::Evaluate);
+        }
+        self.step_phase = StepPhase::Evaluating {
+            step: at,
+            since_ms: self.now_ms,
+            waiting: seats,
+            total: Acceptance::default(),
+        };
+    }
+
+    pub(super) fn seat_evaluated(&mut self, seat: Seat, at: Step, acceptance: &Acceptance) {
+        let StepPhase::Evaluating { step, waiting, total, .. } = &mut self.step_phase else { return };
+        if *step != at || !waiting.remove(&seat.index) {
+            return;
+        }
+        total.add(acceptance);
+        if waiting.is_empty() {
+            let total = std::mem::take(total);
+            self.step_phase = StepPhase::Idle;
+            self.evaluated = Some((at, total.clone()));
+            self.commands.push(Command::Evaluated { step: at.0, acceptance: total });
+        }
+    }
+
+    fn begin(&mut self, step: Step) {
+        if !self.plans.steps.contains_key(&step) {
+            return;
+        }
+        let seats: Vec<Seat> = self.draft_seats().collect();
+        let mut with_row = BTreeSet::new();
+        for seat in &seats {
+            if self.row_units(step, seat.index).is_empty() {
+                continue;
+            }
+            if !self.row_is_held(RowId::Train { step, seat: seat.index }) {
+                return;
+            }
+            with_row.insert(seat.index);
+        }
+        let epoch = self.epoch;
+        for seat in seats {
+            let command = CoordinatorCommand::Begin {
+                epoch,
+                step,
+                has_row: with_row.contains(&seat.index),
+                contributors: (with_row.len() as u16).max(1),
+            };
+            self.send(seat, command);
+        }
+        self.step_phase = StepPhase::Running { step, since_ms: self.now_ms, staged: BTreeMap::new() };
+    }
+
+    pub(super) fn staged(
+        &mut self,
+        seat: Seat,
+        epoch: Epoch,
+        at: Step,
+        gradient: Digest,
+        state: Digest,
+        metrics: SeatMetrics,
+    ) {
+        // FENCE: a vote counts in its own epoch only.
+        if epoch != self.epoch {
+            return;
+        }
+        if !metrics.loss.is_finite() {
+            self.fail(format!(
+                "the loss of {seat} at step {at} is {}; lower training.learning_rate, or look at the samples of \
+                 that step",
+                metrics.loss
+            ));
+            return;
+        }
+        let StepPhase::Running { step, staged, .. } = &mut self.step_phase else { return };
+        if *step != at {
+            return;
+        }
+        staged.insert(seat.index, Staged { gradient, state, metrics });
+        if staged.len() == usize::from(self.settings.draft_seats) {
+            let staged = std::mem::take(staged);
+            self.decide(at, &staged);
+        }
+    }
+
+    /// All votes are in: commit, or do the step again.
+    fn decide(&mut self, step: Step, staged: &BTreeMap<u16, Staged>) {
+        // There is at least one draft seat, so there is a first vote.
+        let Some(first) = staged.values().next() else { return };
+        if staged.values().any(|vote| vote.state != first.state) {
+            self.dissolve(&format!("draft replicas started step {step} from different weights"));
+            return;
+        }
+        if staged.values().any(|vote| vote.gradient != first.gradient) {
+            self.gradient_disputes += 1;
+            if self.gradient_disputes > GRADIENT_DISPUTES {
+                self.fail(format!(
+                    "draft replicas disagree on the gradient of step {step} {GRADIENT_DISPUTES} times in a row; \
+                     test the memory and the links of their hosts"
+                ));
+                return;
+            }
+            self.warn(format!("draft replicas disagree on the gradient of step {step}; it is done again"));
+            self.restart_epoch();
+            return;
+        }
+        self.gradient_disputes = 0;
+        let digests = CommittedDigests { gradient: first.gradient, state: first.state };
+        let replay = step < self.committed;
+        let report = self.report(step, staged, replay);
+        if replay {
+            if self.history.get(&step).is_some_and(|known| *known != digests) {
+                self.fail(format!(
+                    "step {step} was committed before with other digests: this machine does not repeat its own \
+                     arithmetic; see docs/semantics.md"
+                ));
+                return;
+            }
+        } else {
+            for units in self.plans.steps.get(&step).cloned().unwrap_or_default() {
+                for unit in units {
+                    if let Err(error) = self.ledger.advance(unit, UnitState::Trained) {
+                        self.fail(format!("the ledger does not add up: {error}; this is a defect of eaglet"));
+                        return;
+                    }
+                }
+            }
+            self.committed = step.next();
+            let record = Record::Committed {
+                step,
+                epoch: self.epoch,
+                gradient: digests.gradient,
+                state: digests.state,
+                report: report.clone(),
+            };
+            self.append(record, true);
+        }
+        self.history.insert(step, digests);
+        let command = CoordinatorCommand::Commit { epoch: self.epoch, step, learning_rate: report.learning_rate };
+        for seat in self.draft_seats() {
+            self.seats.get_mut(seat).applying = true;
+            self.send(seat, command.clone());
+        }
+        self.step_phase = StepPhase::Applying { since_ms: self.now_ms };
+        self.commands.push(Command::Committed(report));
+    }
+
+    fn restart_epoch(&mut self) {
+        self.epoch = self.epoch.next();
+        self.formed = false;
+        self.step_phase = StepPhase::Idle;
+        let epoch = self.epoch;
+        for seat in self.draft_seats() {
+            self.send(seat, CoordinatorCommand::Abandon { epoch });
+        }
+    }
+
+    fn report(&self, step: Step, staged: &BTreeMap<u16, Staged>, replay: bool) -> StepReport {
+        let learning_rate = self.settings.schedule.learning_rate(step.0, self.total_steps);
+        let mut report = StepReport { step: step.0 + 1, learning_rate, replay, ..StepReport::default() };
+        let rows: Vec<&SeatMetrics> = staged.values().map(|s| &s.metrics).filter(|m| m.tokens > 0).collect();
+        let share = 1.0 / rows.len().max(1) as f64;
+        for metrics in rows {
+            report.loss += metrics.loss * share;
+            report.tokens += metrics.tokens;
+            report.trained_tokens += metrics.trained_tokens;
+            report.ttt.resize(report.ttt.len().max(metrics.ttt.len()), Default::default());
+            for (sum, seat) in report.ttt.iter_mut().zip(&metrics.ttt) {
+                sum.loss += seat.loss * share;
+                sum.full_correct += seat.full_correct;
+                sum.full_total += seat.full_total;
+                sum.conditional_correct += seat.conditional_correct;
+                sum.conditional_total += seat.conditional_total;
+            }
+        }
+        report
+    }
+
+    pub(super) fn applied(&mut self, seat: Seat, step: Step, state: Digest) {
+        let occupant = self.seats.get_mut(seat);
+        occupant.applying = false;
+        occupant.state = Some((step, state));
+        let done = self.draft_seats().all(|seat| !self.seats.get(seat).applying);
+        if done && matches!(self.step_phase, StepPhase::Applying { .. }) {
+            self.step_phase = StepPhase::Idle;
+        }
+    }
+
+    /// Seats that keep a step waiting for longer than they may.
+    pub(super) fn late_in_step(&self) -> Vec<Seat> {
+        let late = |since_ms: u64| self.now_ms > since_ms + self.settings.step_timeout_ms;
+        match &self.step_phase {
+            StepPhase::Running { since_ms, staged, .. } if late(*since_ms) => {
+                self.draft_seats().filter(|seat| !staged.contains_key(&seat.index)).collect()
+            }
+            StepPhase::Applying { since_ms } if late(*since_ms) => {
+                self.draft_seats().filter(|&seat| self.seats.get(seat).applying).collect()
+            }
+            StepPhase::Evaluating { since_ms, waiting, .. } if late(*since_ms) => {
+                waiting.iter().map(|&seat| Seat::draft(seat)).collect()
+            }
+            StepPhase::Saving { since_ms } if late(*since_ms) => vec![Seat::draft(0)],
+            _ => Vec::new(),
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! What can be shown of the engine.
+
+use std::path::PathBuf;
+
+use eaglet_runtime::control::Beat;
+use eaglet_runtime::ids::{Epoch, Generation, Role, Seat};
+
+use super::seats::Status;
+use super::{Engine, LedgerCounts, Phase};
+
+/// A seat, for showing.
+#[derive(Clone, Debug)]
+pub struct SeatView {
+    /// The seat.
+    pub seat: Seat,
+    /// Which occupant.
+    pub generation: Generation,
+    /// What it is up to, in one word.
+    pub status: &'static str,
+    /// Its process, 0 if there is none.
+    pub pid: u32,
+    /// How often the seat was filled again.
+    pub restarts: u32,
+    /// Time since it was last heard.
+    pub silent_ms: u64,
+    /// Its last beat.
+    pub beat: Option<Beat>,
+}
+
+/// The engine, for showing.
+#[derive(Clone, Debug)]
+pub struct EngineView {
+    /// How far the run is.
+    pub phase: Phase,
+    /// Membership of the draft group.
+    pub epoch: Epoch,
+    /// Steps committed.
+    pub committed: u64,
+    /// Steps of the whole run, 0 until known.
+    pub total_steps: u64,
+    /// The account of samples.
+    pub ledger: LedgerCounts,
+    /// Held-out prompts.
+    pub held_out: u64,
+    /// Tokens extracted by this launch.
+    pub extracted_tokens: u64,
+    /// The newest checkpoint.
+    pub checkpoint: Option<PathBuf>,
+    /// All seats.
+    pub seats: Vec<SeatView>,
+}
+
+impl Engine {
+    /// What can be shown at a time.
+    pub fn view(&self, now_ms: u64) -> EngineView {
+        EngineView {
+            phase: self.phase,
+            epoch: self.epoch,
+            committed: self.committed.0,
+            total_steps: self.total_steps,
+            ledger: self.ledger.counts(),
+            held_out: self.held_out.len() as u64,
+            extracted_tokens: self.extracted_tokens,
+            checkpoint: self.latest_checkpoint().map(|known| known.folder.clone()),
+            seats: self
+                .seats
+                .iter()
+                .map(|(seat, state)| SeatView {
+                    seat,
+                    generation: state.generation,
+                    status: match state.status {
+                        Status::Vacant { .. } => "restarting",
+                        Status::Starting | Status::Attached => "starting",
+                        Status::Loading => "loading",
+                        Status::Ready if seat.role == Role::Draft && !self.formed => "waiting",
+                        Status::Ready => "ready",
+                        Status::Left => "gone",
+                    },
+                    pid: state.pid,
+                    restarts: state.restarts_total,
+                    silent_ms: now_ms.saturating_sub(state.last_heard_ms),
+                    beat: state.beat,
+                })
+                .collect(),
+        }
+    }
+}

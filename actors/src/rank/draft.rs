@@ -1,0 +1,345 @@
+//! A draft rank: holds a replica, computes its seat's gradient, takes part in the sum, applies what was committed.
+
+use std::collections::BTreeMap;
+
+use eaglet_runtime::checkpoint::CheckpointFolder;
+use eaglet_runtime::collective::SeatOrderedReduce;
+use eaglet_runtime::control::{Acceptance, Activity, CoordinatorCommand, DraftOrigin, Member, RankEvent, SeatMetrics};
+use eaglet_runtime::digest::Digest;
+use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Step};
+use eaglet_runtime::link::{BulkEvent, BulkHeader, BulkKind, BulkMessage};
+use eaglet_runtime::row::{HiddenRow, HiddenStates};
+
+use super::gradient::{Group, SegmentKind};
+use super::{Context, Input, RankFault, Worker};
+use crate::replica::Replica;
+
+/// The worker of a draft seat.
+pub(super) struct DraftWorker {
+    context: Context,
+    checkpoints: CheckpointFolder,
+    replica: Option<Replica>,
+    epoch: Epoch,
+    group: Option<Group>,
+    phase: Phase,
+    rows: BTreeMap<RowId, HiddenRow>,
+    /// Segments of a sum that this replica has not begun yet; none of them is of an older epoch.
+    early: Vec<BulkMessage>,
+    /// The peer whose state is awaited.
+    donor: Option<Member>,
+    /// States that came before the command to take them.
+    early_states: Vec<BulkMessage>,
+}
+
+enum Phase {
+    Idle,
+    Reducing { step: Step, reduce: SeatOrderedReduce, metrics: SeatMetrics },
+    Staged { step: Step, gradient: Vec<f32> },
+}
+
+impl DraftWorker {
+    pub(super) fn new(context: Context) -> Result<Self, RankFault> {
+        let folder = context.run_directory.join("checkpoints");
+        Ok(Self {
+            checkpoints: CheckpointFolder::new(folder).map_err(RankFault::permanent)?,
+            context,
+            replica: None,
+            epoch: Epoch::default(),
+            group: None,
+            phase: Phase::Idle,
+            rows: BTreeMap::new(),
+            early: Vec::new(),
+            donor: None,
+            early_states: Vec::new(),
+        })
+    }
+
+    fn command(&mut self, command: CoordinatorCommand) -> Result<(), RankFault> {
+        match command {
+            CoordinatorCommand::LoadDraft { vocabulary, contract, origin } => {
+                self.context.enter(Activity::Loading);
+                if self.replica.is_none() {
+                    let threads = self.context.threads;
+                    let replica = Replica::build(&self.context.config, &vocabulary, &contract, threads)
+                        .map_err(RankFault::permanent)?;
+                    self.replica = Some(replica);
+                }
+                self.take_origin(origin)?;
+            }
+            CoordinatorCommand::Abandon { epoch } => self.abandon(epoch),
+            CoordinatorCommand::SendState { to } => self.send_state(&to)?,
+            CoordinatorCommand::FormGroup { epoch, members } => self.form(epoch, members)?,
+            CoordinatorCommand::Begin { epoch, step, has_row, contributors } => {
+                if epoch == self.epoch {
+                    self.begin(step, has_row, contributors)?;
+                }
+            }
+            CoordinatorCommand::Commit { epoch, step, learning_rate } => {
+                if epoch == self.epoch {
+                    self.commit(step, learning_rate)?;
+                }
+            }
+            CoordinatorCommand::Forget { rows } => self.rows.retain(|row, _| !rows.contains(row)),
+            CoordinatorCommand::Checkpoint => {
+                self.context.enter(Activity::Saving);
+                let replica = self.replica.as_ref().ok_or_else(not_loaded)?;
+                let keep = self.context.config.checkpoints.keep;
+                let folder = replica.save(&self.checkpoints, keep).map_err(RankFault::permanent)?;
+                self.context.say(RankEvent::Checkpointed { step: replica.step(), folder });
+            }
+            CoordinatorCommand::Evaluate => self.evaluate()?,
+            CoordinatorCommand::Welcome { .. }
+            | CoordinatorCommand::BeatAck { .. }
+            | CoordinatorCommand::Quit => {}
+            CoordinatorCommand::LoadVerifier
+            | CoordinatorCommand::Extract(_)
+            | CoordinatorCommand::ExtractHeldOut(_) => {
+                return Err(RankFault::passing("a draft replica was told to be a verifier"));
+            }
+        }
+        Ok(())
+    }
+
+    fn take_origin(&mut self, origin: DraftOrigin) -> Result<(), RankFault> {
+        self.donor = None;
+        let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
+        match origin {
+            DraftOrigin::Initial => replica.initialise(self.context.config.run.seed),
+            DraftOrigin::Checkpoint(folder) => replica.load(&folder).map_err(RankFault::permanent)?,
+            DraftOrigin::Peer(donor) => {
+                self.donor = Some(donor);
+                for message in std::mem::take(&mut self.early_states) {
+                    self.take_state(message)?;
+                }
+                return Ok(());
+            }
+        }
+        self.say_ready();
+        Ok(())
+    }
+
+    fn say_ready(&mut self) {
+        if let Some(replica) = &self.replica {
+            self.rows.retain(|row, _| is_ahead(*row, replica.step()));
+            self.context.say(RankEvent::DraftReady { step: replica.step(), state: replica.digest() });
+        }
+    }
+
+    fn abandon(&mut self, epoch: Epoch) {
+        self.epoch = epoch;
+        self.phase = Phase::Idle;
+        self.group = None;
+        // RANK-2
+        self.early.retain(|message| message.header.epoch >= epoch);
+    }
+
+    fn form(&mut self, epoch: Epoch, members: Vec<Member>) -> Result<(), RankFault> {
+        self.abandon(epoch);
+        let group = Group::connect(self.context.seat, self.context.generation, epoch, members)
+            .map_err(RankFault::passing)?;
+        self.group = Some(group);
+        self.context.say(RankEvent::GroupReady { epoch });
+        Ok(())
+    }
+
+    fn begin(&mut self, step: Step, has_row: bool, contributors: u16) -> Result<(), RankFault> {
+        self.context.enter(Activity::Computing);
+        let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
+        let group = self.group.as_ref().ok_or_else(|| RankFault::passing("a step began before the group"))?;
+        if replica.step() != step {
+            return Err(RankFault::passing(format!("step {step} began at step {}", replica.step())));
+        }
+        let id = RowId::Train { step, seat: self.context.seat.index };
+        let row = match (has_row, self.rows.get(&id)) {
+            (false, _) => None,
+            (true, Some(row)) => Some(row),
+            (true, None) => return Err(RankFault::passing(format!("the {id} is not here"))),
+        };
+        let (gradient, metrics) = replica.gradient(row).map_err(RankFault::passing)?;
+        let scale = 1.0 / f32::from(contributors.max(1));
+        let mut reduce = SeatOrderedReduce::new(group.seats(), group.own_index(), gradient, scale);
+        let outgoing = reduce.start();
+        group.send_all(step, outgoing);
+        self.phase = Phase::Reducing { step, reduce, metrics };
+        self.context.enter(Activity::Reducing);
+        for message in std::mem::take(&mut self.early) {
+            self.take_segment(message)?;
+        }
+        self.stage_if_reduced()
+    }
+
+    fn take_segment(&mut self, message: BulkMessage) -> Result<(), RankFault> {
+        let BulkKind::Gradient { step: at, segment, finished } = message.header.kind else { return Ok(()) };
+        // RANK-2
+        if message.header.epoch < self.epoch {
+            return Ok(());
+        }
+        match &mut self.phase {
+            Phase::Reducing { step, reduce, .. } if *step == at && message.header.epoch == self.epoch => {
+                let Some(group) = &self.group else { return Ok(()) };
+                let kind = if finished { SegmentKind::Finished } else { SegmentKind::Contribution };
+                let bytes = message.parts.first().map_or(&[][..], |part| &part[..]);
+                let outgoing = reduce
+                    .receive(usize::from(message.header.from.index), kind, segment as usize, bytes)
+                    .map_err(RankFault::passing)?;
+                group.send_all(at, outgoing);
+            }
+            _ => self.early.push(message),
+        }
+        Ok(())
+    }
+
+    fn stage_if_reduced(&mut self) -> Result<(), RankFault> {
+        if !matches!(&self.phase, Phase::Reducing { reduce, .. } if reduce.is_done()) {
+            return Ok(());
+        }
+        let Phase::Reducing { step, reduce, metrics } = std::mem::replace(&mut self.phase, Phase::Idle) else {
+            return Ok(());
+        };
+        let replica = self.replica.as_ref().ok_or_else(not_loaded)?;
+        let gradient = reduce.finish().map_err(RankFault::passing)?;
+        let event = RankEvent::Staged {
+            epoch: self.epoch,
+            step,
+            gradient: Digest::of_f32(&gradient),
+            state: replica.digest(),
+            metrics,
+        };
+        self.phase = Phase::Staged { step, gradient };
+        self.context.say(event);
+        Ok(())
+    }
+
+    fn commit(&mut self, step: Step, learning_rate: f64) -> Result<(), RankFault> {
+        self.context.enter(Activity::Applying);
+        let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
+        match std::mem::replace(&mut self.phase, Phase::Idle) {
+            Phase::Staged { step: staged, gradient } if staged == step => {
+                replica.apply(gradient, learning_rate);
+            }
+            _ => return Err(RankFault::passing(format!("step {step} is committed and not staged here"))),
+        }
+        let reached = replica.step();
+        self.rows.retain(|row, _| is_ahead(*row, reached));
+        self.context.say(RankEvent::Applied { step: reached, state: replica.digest() });
+        Ok(())
+    }
+
+    fn send_state(&mut self, to: &Member) -> Result<(), RankFault> {
+        self.context.enter(Activity::Donating);
+        let replica = self.replica.as_ref().ok_or_else(not_loaded)?;
+        let header = BulkHeader {
+            from: self.context.seat,
+            generation: self.context.generation,
+            epoch: self.epoch,
+            kind: BulkKind::State { step: replica.step(), digest: replica.digest() },
+        };
+        // If it cannot be reached its process is gone, and the coordinator asks again for the next one.
+        if let Err(error) = Group::send_once(self.context.seat, self.context.generation, to, header, replica.state()) {
+            tracing::warn!(to = to.seat, %error, "cannot send the state");
+        }
+        Ok(())
+    }
+
+    fn take_state(&mut self, message: BulkMessage) -> Result<(), RankFault> {
+        let BulkKind::State { step, digest } = message.header.kind else { return Ok(()) };
+        let from = (message.header.from, message.header.generation);
+        let Some(donor) = self.donor.as_ref() else {
+            self.early_states.push(message);
+            return Ok(());
+        };
+        if from != (Seat::draft(donor.seat), donor.generation) {
+            return Ok(()); // the state of a donor that has died since
+        }
+        let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
+        replica.restore(step, digest, &message.parts).map_err(RankFault::passing)?;
+        self.donor = None;
+        self.early_states.clear();
+        self.say_ready();
+        Ok(())
+    }
+
+    fn take_row(&mut self, message: BulkMessage) -> Result<(), RankFault> {
+        let BulkKind::Hidden { row, contract, dtype, states, hidden, content } = message.header.kind else {
+            return Ok(());
+        };
+        let bytes = message.parts.into_iter().next().map(|part| part.into_vec()).unwrap_or_default();
+        let hidden = HiddenStates { dtype, states: states as usize, hidden: hidden as usize, bytes };
+        let expected = self.replica.as_ref().map(Replica::contract);
+        if let Some(expected) = expected
+            && (expected.digest() != contract
+                || expected.states_per_token() != hidden.states
+                || expected.hidden_size as usize != hidden.hidden
+                || expected.dtype != hidden.dtype
+                || content.len() * expected.bytes_per_token() != hidden.bytes.len()
+                || !content.is_consistent())
+        {
+            return Err(RankFault::permanent(format!(
+                "{} sent the {row} under another contract than this draft is trained for; start all ranks from one \
+                 cluster.toml",
+                message.header.from
+            )));
+        }
+        let is_old = self.replica.as_ref().is_some_and(|replica| !is_ahead(row, replica.step()));
+        if row.seat() == self.context.seat.index && !is_old {
+            self.rows.insert(row, HiddenRow { row: content, hidden });
+            self.context.say(RankEvent::Received { row });
+        }
+        Ok(())
+    }
+
+    fn evaluate(&mut self) -> Result<(), RankFault> {
+        self.context.enter(Activity::Evaluating);
+        let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
+        let mut acceptance = Acceptance::default();
+        if let Some(row) = self.rows.get(&RowId::HeldOut { seat: self.context.seat.index }) {
+            acceptance = replica.evaluate(row).map_err(RankFault::passing)?;
+        }
+        self.context.say(RankEvent::Evaluated { step: replica.step(), acceptance });
+        Ok(())
+    }
+
+    fn closed(&self, from: Seat, generation: Generation, reason: String) {
+        // A link that its sender closed in order says nothing; one that broke is the coordinator's business.
+        tracing::warn!(%from, %generation, reason, "a bulk link broke");
+        self.context.say(RankEvent::LinkBroken { from, generation, reason });
+    }
+}
+
+/// Whether a row is still to be used by a replica that has reached a step.
+fn is_ahead(row: RowId, reached: Step) -> bool {
+    match row {
+        RowId::Train { step, .. } => step >= reached,
+        RowId::HeldOut { .. } => true,
+    }
+}
+
+fn not_loaded() -> RankFault {
+    RankFault::passing("asked to work before a draft was loaded")
+}
+
+impl Worker for DraftWorker {
+    fn take(&mut self, input: Input) -> Result<(), RankFault> {
+        match input {
+            Input::Command(command) => self.command(command)?,
+            Input::Bulk(BulkEvent::Message(message)) => match (&message.header.kind, message.header.from.role) {
+                (BulkKind::Hidden { .. }, Role::Verifier) => self.take_row(message)?,
+                (BulkKind::Gradient { .. }, Role::Draft) => {
+                    self.take_segment(message)?;
+                    self.stage_if_reduced()?;
+                }
+                (BulkKind::State { .. }, Role::Draft) => self.take_state(message)?,
+                (_, role) => tracing::warn!(%role, "a message that this role does not send was dropped"),
+            },
+            Input::Bulk(BulkEvent::Closed { peer: Some(hello), error: Some(error) }) => {
+                self.closed(hello.from, hello.from_generation, error.to_string());
+            }
+            Input::Bulk(BulkEvent::Closed { .. }) => {}
+        }
+        match self.phase {
+            Phase::Reducing { .. } => self.context.enter(Activity::Reducing),
+            _ => self.context.enter(Activity::Idle),
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,218 @@
+//! A rank process: one seat's occupant.
+//!
+//! Three kinds of threads: the control thread (the link to the coordinator, beats, the self-fence), the compute thread
+//! (device, weights, everything in order), and the bulk threads (tensors in and out). The compute thread owns all state
+//! and takes its work from one inbox, so nothing here is locked.
+//!
+//! RANK-1: a rank whose coordinator is silent for longer than its lease ends itself.
+//! RANK-2: what belongs to an older epoch is dropped when it is taken from the inbox.
+//! RANK-3: weights change only when a commit is carried out, and when a whole state replaces them.
+
+mod activity;
+mod control;
+mod draft;
+mod gradient;
+mod verifier;
+
+use std::path::PathBuf;
+
+use crossbeam_channel::Receiver;
+use eaglet_runtime::control::{Activity, Attach, CoordinatorCommand, PROTOCOL, RankEvent};
+use eaglet_runtime::ids::{Generation, Role, Seat};
+use eaglet_runtime::link::{BulkEvent, BulkListener, LinkOptions};
+use rustix::process::{Pid, Signal};
+
+use self::activity::ActivityGauge;
+use self::control::Control;
+use crate::config::ClusterConfig;
+
+/// Exit code of a rank that fenced itself off.
+pub const FENCED: i32 = 75;
+
+/// What a rank process is started with.
+#[derive(Clone, Debug)]
+pub struct RankArguments {
+    /// Where the coordinator listens.
+    pub coordinator: String,
+    /// Secret of the launch.
+    pub token: String,
+    /// The seat.
+    pub seat: Seat,
+    /// Which occupant of the seat.
+    pub generation: Generation,
+    /// The run directory.
+    pub run_directory: PathBuf,
+    /// The process that started this one.
+    pub parent: u32,
+}
+
+/// Why a rank cannot go on.
+#[derive(Debug, thiserror::Error)]
+#[error("{reason}")]
+pub(crate) struct RankFault {
+    reason: String,
+    /// Starting it again would end the same way.
+    permanent: bool,
+}
+
+impl RankFault {
+    /// A fault that a new start may heal.
+    fn passing(reason: impl ToString) -> Self {
+        Self { reason: reason.to_string(), permanent: false }
+    }
+
+    /// A fault that stays whatever is started.
+    fn permanent(reason: impl ToString) -> Self {
+        Self { reason: reason.to_string(), permanent: true }
+    }
+}
+
+/// What the compute thread takes from its inbox.
+enum Input {
+    /// The coordinator said something.
+    Command(CoordinatorCommand),
+    /// Something arrived on the bulk plane.
+    Bulk(BulkEvent),
+}
+
+/// What a worker of either role gets to work with.
+struct Context {
+    seat: Seat,
+    generation: Generation,
+    config: ClusterConfig,
+    threads: usize,
+    control: Control,
+    activity: ActivityGauge,
+    run_directory: PathBuf,
+}
+
+impl Context {
+    fn say(&self, event: RankEvent) {
+        self.control.say(event);
+    }
+
+    fn enter(&self, activity: Activity) {
+        self.activity.enter(activity);
+    }
+}
+
+/// A role's way of working.
+trait Worker {
+    /// Takes one input; commands that belong to the other role are faults.
+    fn take(&mut self, input: Input) -> Result<(), RankFault>;
+}
+
+/// Runs a rank until it is told to quit; the calling thread becomes the compute thread.
+///
+/// # Errors
+/// If the rank cannot start, or has told the coordinator why it cannot go on.
+pub fn run(arguments: &RankArguments) -> anyhow::Result<()> {
+    die_with_parent(arguments.parent)?;
+    let (inbox, inputs) = crossbeam_channel::unbounded();
+    let bulk_name = bulk_name(&arguments.token, arguments.seat, arguments.generation);
+    let bulk_inbox = inbox.clone();
+    let listener = BulkListener::bind(
+        &bulk_name,
+        (arguments.seat, arguments.generation),
+        LinkOptions::default(),
+        move |event| {
+            // The compute thread outlives the listener.
+            let _ = bulk_inbox.send(Input::Bulk(event));
+        },
+    )?;
+    let activity = ActivityGauge::default();
+    let attach = Attach {
+        protocol: PROTOCOL,
+        token: arguments.token.clone(),
+        seat: arguments.seat,
+        generation: arguments.generation,
+        pid: std::process::id(),
+        bulk_name,
+    };
+    let control = Control::start(arguments.coordinator.clone(), attach, activity.clone(), move |command| {
+        // As above.
+        let _ = inbox.send(Input::Command(command));
+    })?;
+    let result = work(arguments, &control, activity, &inputs);
+    if let Err(fault) = &result {
+        tracing::error!(reason = fault.reason, "the rank cannot go on");
+        control.say(RankEvent::Fault { reason: fault.reason.clone(), permanent: fault.permanent });
+    } else {
+        control.say(RankEvent::Bye);
+    }
+    listener.close();
+    control.finish();
+    result.map_err(Into::into)
+}
+
+fn work(
+    arguments: &RankArguments,
+    control: &Control,
+    activity: ActivityGauge,
+    inputs: &Receiver<Input>,
+) -> Result<(), RankFault> {
+    let mut worker: Option<Box<dyn Worker>> = None;
+    let mut early = Vec::new();
+    // The control thread ends the process when the coordinator is gone, so this ends only by `Quit` or a fault.
+    for input in inputs {
+        match (input, &mut worker) {
+            (Input::Command(CoordinatorCommand::Quit), _) => return Ok(()),
+            (Input::Command(CoordinatorCommand::Welcome { config }), slot @ None) => {
+                let config: ClusterConfig = serde_json::from_str(&config)
+                    .map_err(|error| RankFault::permanent(format!("the coordinator's configuration: {error}")))?;
+                let context = context(arguments, config, control.clone(), activity.clone())?;
+                let mut made: Box<dyn Worker> = match arguments.seat.role {
+                    Role::Verifier => Box::new(verifier::VerifierWorker::new(context)),
+                    Role::Draft => Box::new(draft::DraftWorker::new(context)?),
+                };
+                for input in early.drain(..) {
+                    made.take(input)?;
+                }
+                *slot = Some(made);
+            }
+            (input, Some(worker)) => worker.take(input)?,
+            (input, None) => early.push(input),
+        }
+    }
+    Ok(())
+}
+
+fn context(
+    arguments: &RankArguments,
+    config: ClusterConfig,
+    control: Control,
+    activity: ActivityGauge,
+) -> Result<Context, RankFault> {
+    let rank = config
+        .rank(arguments.seat)
+        .ok_or_else(|| RankFault::permanent(format!("cluster.toml has no seat {}", arguments.seat)))?;
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let threads = match rank.threads {
+        0 => (cores / config.ranks.len().max(1)).max(1),
+        threads => threads,
+    };
+    Ok(Context {
+        seat: arguments.seat,
+        generation: arguments.generation,
+        threads,
+        config,
+        control,
+        activity,
+        run_directory: arguments.run_directory.clone(),
+    })
+}
+
+/// The bulk listener's name: in the abstract namespace, so that no file is left behind.
+fn bulk_name(token: &str, seat: Seat, generation: Generation) -> String {
+    let launch: String = token.chars().take(12).collect();
+    format!("eaglet-{launch}-{seat}-{generation}")
+}
+
+/// Makes the kernel kill this process when the coordinator ends, however it ends.
+fn die_with_parent(parent: u32) -> anyhow::Result<()> {
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+    // It may have ended before the line above.
+    let alive = rustix::process::getppid().map(Pid::as_raw_nonzero).map(|pid| pid.get() as u32);
+    anyhow::ensure!(alive == Some(parent), "the coordinator that started this rank is gone");
+    Ok(())
+}

@@ -1,0 +1,162 @@
+//! A verifier rank: loads the model, turns rows into hidden states, sends them to the draft seat they belong to.
+
+use std::collections::HashMap;
+
+use eaglet_runtime::control::{Activity, CoordinatorCommand, Extraction, HeldOutRequest, Member, RankEvent};
+use eaglet_runtime::digest::Digest;
+use eaglet_runtime::ids::{Epoch, RowId, Seat};
+use eaglet_runtime::link::{BulkHeader, BulkKind, BulkSender, Hello, LinkOptions};
+use eaglet_runtime::row::{PackedRow, Sample};
+use eaglet_runtime::verifier::{Verifier, VerifierError, VerifierOptions};
+
+use super::{Context, Input, RankFault, Worker};
+use crate::recipe;
+
+/// The worker of a verifier seat.
+pub(super) struct VerifierWorker {
+    context: Context,
+    loaded: Option<Loaded>,
+    /// One link per draft seat; a new occupant gets a new one.
+    links: HashMap<u16, (Member, BulkSender)>,
+}
+
+struct Loaded {
+    verifier: Verifier,
+    contract: Digest,
+    stop_ids: Vec<u32>,
+}
+
+impl VerifierWorker {
+    pub(super) fn new(context: Context) -> Self {
+        Self { context, loaded: None, links: HashMap::new() }
+    }
+
+    fn load(&mut self) -> Result<(), RankFault> {
+        self.context.enter(Activity::Loading);
+        let config = &self.context.config.verifier;
+        let options =
+            VerifierOptions { threads: self.context.threads, aux_layers: config.aux_layers.clone() };
+        let verifier = Verifier::load(&config.path, options).map_err(RankFault::permanent)?;
+        let contract = recipe::contract(&self.context.config).map_err(RankFault::permanent)?;
+        let stop_ids = verifier.config().eos_token_ids.clone();
+        self.loaded = Some(Loaded { verifier, contract: contract.digest(), stop_ids });
+        self.context.say(RankEvent::VerifierReady { contract });
+        Ok(())
+    }
+
+    fn extract(&mut self, extraction: Extraction) -> Result<(), RankFault> {
+        let Extraction { row, units, content, destination } = extraction;
+        self.context.enter(Activity::Extracting);
+        let dtype = self.context.config.verifier.hidden_dtype;
+        let loaded = self.loaded()?;
+        match loaded.verifier.extract(&content, dtype) {
+            Ok(hidden) => self.hand_over(row, content, hidden, destination),
+            Err(VerifierError::NonFinite { document, layer }) => {
+                let reason = format!("its hidden states are not finite from layer {layer} on");
+                let unit = units.get(document).copied();
+                self.context.say(RankEvent::BadSample { row, unit, reason });
+                Ok(())
+            }
+            Err(error) => Err(RankFault::passing(error)),
+        }
+    }
+
+    fn extract_held_out(&mut self, request: HeldOutRequest) -> Result<(), RankFault> {
+        let HeldOutRequest { row, prompts, max_new_tokens, destination } = request;
+        self.context.enter(Activity::Generating);
+        let dtype = self.context.config.verifier.hidden_dtype;
+        let loaded = self.loaded()?;
+        let answers = loaded
+            .verifier
+            .generate(&prompts, max_new_tokens, &loaded.stop_ids)
+            .map_err(RankFault::passing)?;
+        let mut content = PackedRow::default();
+        for (prompt, answer) in prompts.into_iter().zip(answers) {
+            let mut loss_mask = vec![0; prompt.len()];
+            loss_mask.resize(prompt.len() + answer.len(), 1);
+            let mut tokens = prompt;
+            tokens.extend(answer);
+            content.push(&Sample { tokens, loss_mask });
+        }
+        self.context.enter(Activity::Extracting);
+        let hidden = self.loaded()?.verifier.extract(&content, dtype).map_err(RankFault::passing)?;
+        self.hand_over(row, content, hidden, destination)
+    }
+
+    fn hand_over(
+        &mut self,
+        row: RowId,
+        content: PackedRow,
+        hidden: eaglet_runtime::row::HiddenStates,
+        destination: Member,
+    ) -> Result<(), RankFault> {
+        let tokens = content.len() as u64;
+        let contract = self.loaded()?.contract;
+        let header = BulkHeader {
+            from: self.context.seat,
+            generation: self.context.generation,
+            epoch: Epoch::default(),
+            kind: BulkKind::Hidden {
+                row,
+                contract,
+                dtype: hidden.dtype,
+                states: hidden.states as u32,
+                hidden: hidden.hidden as u32,
+                content,
+            },
+        };
+        let generation = destination.generation;
+        // A link that fails is the coordinator's news already: the draft's process is gone, or says what broke.
+        if let Some(link) = self.link_to(&destination)
+            && link.send(header, vec![hidden.bytes.into()]).is_err()
+        {
+            self.links.remove(&destination.seat);
+        }
+        self.context.say(RankEvent::Extracted { row, generation, tokens });
+        Ok(())
+    }
+
+    fn link_to(&mut self, destination: &Member) -> Option<&BulkSender> {
+        let known = self.links.get(&destination.seat).is_some_and(|(member, _)| member == destination);
+        if !known {
+            self.links.remove(&destination.seat);
+            let hello = Hello {
+                from: self.context.seat,
+                from_generation: self.context.generation,
+                to: Seat::draft(destination.seat),
+                to_generation: destination.generation,
+            };
+            match BulkSender::connect(&destination.bulk_name, hello, LinkOptions::default()) {
+                Ok(link) => {
+                    self.links.insert(destination.seat, (destination.clone(), link));
+                }
+                Err(error) => {
+                    tracing::warn!(draft = destination.seat, %error, "cannot reach a draft replica");
+                    return None;
+                }
+            }
+        }
+        self.links.get(&destination.seat).map(|(_, link)| link)
+    }
+
+    fn loaded(&mut self) -> Result<&mut Loaded, RankFault> {
+        self.loaded.as_mut().ok_or_else(|| RankFault::passing("asked to extract before the verifier was loaded"))
+    }
+}
+
+impl Worker for VerifierWorker {
+    fn take(&mut self, input: Input) -> Result<(), RankFault> {
+        match input {
+            Input::Command(CoordinatorCommand::LoadVerifier) => self.load()?,
+            Input::Command(CoordinatorCommand::Extract(extraction)) => self.extract(extraction)?,
+            Input::Command(CoordinatorCommand::ExtractHeldOut(request)) => self.extract_held_out(request)?,
+            Input::Command(command) => {
+                return Err(RankFault::passing(format!("a verifier was told {command:?}")));
+            }
+            // Nobody sends tensors to a verifier.
+            Input::Bulk(_) => {}
+        }
+        self.context.enter(Activity::Idle);
+        Ok(())
+    }
+}

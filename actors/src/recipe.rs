@@ -1,0 +1,214 @@
+//! From `cluster.toml` and the verifier's files to everything that decides a run's weights.
+
+use eaglet_runtime::checkpoint::ExportInfo;
+use eaglet_runtime::contract::Contract;
+use eaglet_runtime::digest::{Digest, Digester};
+use eaglet_runtime::draft::{DraftSpec, TrainingSpec};
+use eaglet_runtime::optimizer::{AdamWConfig, Schedule, ScheduleKind};
+use eaglet_runtime::samples::{ChatTokenizer, TemplateError, TokenizerError};
+use eaglet_runtime::verifier::{VerifierConfig, VerifierError, VerifierFiles};
+
+use crate::config::{self, ClusterConfig};
+use crate::engine::{RestartPolicy, Settings};
+
+/// Rows are extracted for so many steps ahead of the one that is trained.
+const PREFETCH_STEPS: u64 = 3;
+/// A process that has not attached by then never will.
+const ATTACH_TIMEOUT_MS: u64 = 30_000;
+
+/// Why a run cannot be made of a configuration.
+#[derive(Debug, thiserror::Error)]
+pub enum RecipeError {
+    /// The verifier's files.
+    #[error(transparent)]
+    Verifier(#[from] VerifierError),
+    /// The tokenizer.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
+    /// The chat template.
+    #[error(transparent)]
+    Template(#[from] TemplateError),
+    /// A value of `cluster.toml` does not fit the verifier.
+    #[error("{key}: {what}")]
+    Misfit {
+        /// The key.
+        key: &'static str,
+        /// What is wrong and what to do.
+        what: String,
+    },
+}
+
+fn misfit(key: &'static str, what: impl Into<String>) -> RecipeError {
+    RecipeError::Misfit { key, what: what.into() }
+}
+
+/// What the hidden states of this cluster promise. Reads headers only.
+///
+/// # Errors
+/// If the verifier or its tokenizer is unusable, or an aux layer does not exist.
+pub fn contract(config: &ClusterConfig) -> Result<Contract, RecipeError> {
+    let files = VerifierFiles::open(&config.verifier.path)?;
+    let tokenizer = ChatTokenizer::load(&config.verifier.path)?;
+    contract_of(config, &files, &tokenizer)
+}
+
+/// As [`contract`], for files that are open already.
+///
+/// # Errors
+/// If an aux layer does not exist.
+pub fn contract_of(
+    config: &ClusterConfig,
+    files: &VerifierFiles,
+    tokenizer: &ChatTokenizer,
+) -> Result<Contract, RecipeError> {
+    let verifier = files.config();
+    let aux_layers = config.verifier.aux_layers.clone().unwrap_or_else(|| verifier.default_aux_layers());
+    if aux_layers.iter().any(|&layer| layer == 0 || layer as usize > verifier.layers) {
+        return Err(misfit(
+            "verifier.aux_layers",
+            format!("{aux_layers:?} names layers that are not among 1 to {}", verifier.layers),
+        ));
+    }
+    Ok(Contract {
+        verifier: files.digest(),
+        aux_layers,
+        hidden_size: verifier.hidden_size as u32,
+        dtype: config.verifier.hidden_dtype,
+        tokenizer: tokenizer.tokenizer_digest(),
+        template: tokenizer.template_digest(),
+    })
+}
+
+/// The draft's shape.
+///
+/// # Errors
+/// If a size of the `draft` section does not fit the verifier.
+pub fn draft_spec(config: &ClusterConfig, verifier: &VerifierConfig, aux_layers: usize) -> Result<DraftSpec, RecipeError> {
+    let draft = &config.draft;
+    let heads = draft.heads.unwrap_or(verifier.heads);
+    let kv_heads = draft.kv_heads.unwrap_or(if draft.heads.is_some() { heads } else { verifier.kv_heads });
+    let head_dim = draft.head_dim.unwrap_or(verifier.head_dim);
+    let draft_vocab_size = draft.draft_vocab_size(verifier.vocab_size);
+    if draft_vocab_size > verifier.vocab_size {
+        return Err(misfit(
+            "draft.vocab_size",
+            format!("{draft_vocab_size} exceeds the verifier's vocabulary of {}", verifier.vocab_size),
+        ));
+    }
+    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+        return Err(misfit("draft.kv_heads", format!("{kv_heads} does not divide the {heads} query heads")));
+    }
+    let mut rope = verifier.rope.clone();
+    rope.dim = head_dim;
+    Ok(DraftSpec {
+        layer: draft.arch,
+        hidden_size: verifier.hidden_size,
+        intermediate_size: draft.intermediate_size.unwrap_or(verifier.intermediate_size),
+        heads,
+        kv_heads,
+        head_dim,
+        vocab_size: verifier.vocab_size,
+        draft_vocab_size,
+        aux_layers,
+        rms_norm_eps: verifier.rms_norm_eps,
+        rope,
+        sliding_window: draft.window(),
+        norm_before_residual: draft.norm_before_residual,
+        norm_before_fc: draft.norm_before_fc,
+        fc_norm: draft.fc_norm,
+        norm_output: draft.norm_output,
+    })
+}
+
+/// The objective.
+pub fn training_spec(config: &ClusterConfig) -> TrainingSpec {
+    TrainingSpec { ttt_steps: config.training.ttt_steps, step_loss_decay: config.training.step_loss_decay }
+}
+
+/// The optimizer.
+pub fn adamw(config: &ClusterConfig) -> AdamWConfig {
+    let training = &config.training;
+    AdamWConfig {
+        beta1: training.beta1,
+        beta2: training.beta2,
+        eps: training.eps,
+        weight_decay: training.weight_decay,
+    }
+}
+
+/// The learning rate of each step.
+pub fn schedule(config: &ClusterConfig) -> Schedule {
+    let training = &config.training;
+    Schedule {
+        peak: training.learning_rate,
+        kind: match training.schedule {
+            config::Schedule::Linear => ScheduleKind::Linear,
+            config::Schedule::Cosine => ScheduleKind::Cosine,
+            config::Schedule::Constant => ScheduleKind::Constant { decay_ratio: training.decay_ratio },
+        },
+        warmup_ratio: training.warmup_ratio,
+    }
+}
+
+/// What a served draft's `config.json` says beyond its shape.
+pub fn export_info(config: &ClusterConfig, verifier: &VerifierConfig, aux_layers: &[u32]) -> ExportInfo {
+    ExportInfo {
+        verifier_name_or_path: config.verifier.path.display().to_string(),
+        verifier_architectures: vec![verifier.architecture.clone()],
+        aux_layer_ids: aux_layers.to_vec(),
+        ttt_steps: config.training.ttt_steps,
+        max_position_embeddings: verifier.max_position_embeddings.unwrap_or(config.training.tokens_per_row),
+        initializer_range: 0.02,
+        bos_token_id: None,
+        eos_token_ids: verifier.eos_token_ids.clone(),
+        pad_token_id: None,
+    }
+}
+
+/// Digest of the parts of a configuration that decide the weights: a run may go on under another name, on other devices
+/// or with other deadlines, but not with other mathematics or data.
+pub fn digest(config: &ClusterConfig) -> Digest {
+    let mut digester = Digester::new();
+    for part in [
+        serde_json::to_string(&config.verifier.aux_layers),
+        serde_json::to_string(&config.draft),
+        serde_json::to_string(&config.training),
+        serde_json::to_string(&config.samples),
+        serde_json::to_string(&config.run.seed),
+        serde_json::to_string(&config.draft_seats()),
+    ] {
+        // Plain structs of numbers, texts and paths; a path that is no UTF-8 has no digest and no second launch.
+        digester.part(part.unwrap_or_default().as_bytes());
+    }
+    digester.finish()
+}
+
+/// What the engine must know.
+pub fn settings(config: &ClusterConfig, contract: Contract) -> Settings {
+    let supervision = &config.supervision;
+    Settings {
+        draft_seats: config.draft_seats().len() as u16,
+        verifier_seats: config.verifier_seats().len() as u16,
+        contract,
+        recipe: digest(config),
+        tokens_per_row: config.training.tokens_per_row as u32,
+        passes: config.training.passes,
+        step_limit: config.training.steps,
+        prefetch_steps: PREFETCH_STEPS,
+        evaluate_every_steps: config.training.evaluate_every_steps,
+        max_new_tokens: config.training.max_new_tokens,
+        checkpoint_every_steps: config.checkpoints.every_steps,
+        schedule: schedule(config),
+        dead_after_ms: supervision.dead_after_ms,
+        attach_timeout_ms: ATTACH_TIMEOUT_MS,
+        load_timeout_ms: supervision.load_timeout_s * 1000,
+        step_timeout_ms: supervision.step_timeout_s * 1000,
+        leave_timeout_ms: supervision.drain_timeout_s * 1000,
+        restarts: RestartPolicy {
+            max_restarts: supervision.max_restarts,
+            window_ms: supervision.restart_window_s * 1000,
+            backoff_initial_ms: supervision.backoff_initial_ms,
+            backoff_max_ms: supervision.backoff_max_ms,
+        },
+    }
+}

@@ -1,0 +1,359 @@
+//! What the coordinator and its ranks say to each other.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::contract::Contract;
+use crate::digest::Digest;
+use crate::ids::{Epoch, Generation, RowId, Seat, Step, Unit};
+use crate::row::PackedRow;
+
+/// Version of this vocabulary; both ends must speak the same one.
+pub const PROTOCOL: u32 = 1;
+
+/// A rank's first words on a stream.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Attach {
+    /// [`PROTOCOL`] of the rank.
+    pub protocol: u32,
+    /// Secret of this launch; a rank of an earlier launch has another one.
+    pub token: String,
+    /// The seat it was started for.
+    pub seat: Seat,
+    /// Which occupant of the seat it is.
+    pub generation: Generation,
+    /// Its process.
+    pub pid: u32,
+    /// Name of its bulk listener.
+    pub bulk_name: String,
+}
+
+/// What a rank's compute thread is busy with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Activity {
+    /// Waiting for a command.
+    #[default]
+    Idle,
+    /// Reading weights.
+    Loading,
+    /// Computing hidden states.
+    Extracting,
+    /// Continuing held-out prompts.
+    Generating,
+    /// Computing a gradient.
+    Computing,
+    /// Waiting for the other replicas' gradients.
+    Reducing,
+    /// Applying the optimizer.
+    Applying,
+    /// Sending its state to a replacement.
+    Donating,
+    /// Writing a checkpoint.
+    Saving,
+    /// Measuring acceptance length.
+    Evaluating,
+}
+
+/// A sign of life, sent from a thread of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Beat {
+    /// Counts the beats of this incarnation.
+    pub sequence: u64,
+    /// What the compute thread does.
+    pub activity: Activity,
+    /// For how long it has been doing that.
+    pub activity_age_ms: u64,
+    /// Resident memory of the process.
+    pub rss_bytes: u64,
+}
+
+/// An occupant of a draft seat, as its peers need to know it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Member {
+    /// Draft seat number.
+    pub seat: u16,
+    /// Which occupant.
+    pub generation: Generation,
+    /// Name of its bulk listener.
+    pub bulk_name: String,
+}
+
+/// Where a draft replica takes its state from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum DraftOrigin {
+    /// Initial weights, a function of the seed.
+    Initial,
+    /// A checkpoint folder.
+    Checkpoint(PathBuf),
+    /// A healthy peer, which will send its state over the bulk plane.
+    Peer(Member),
+}
+
+/// Hidden states to compute.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Extraction {
+    /// Which row.
+    pub row: RowId,
+    /// The unit behind each document, to name a bad one.
+    pub units: Vec<Unit>,
+    /// Tokens, masks, boundaries.
+    pub content: PackedRow,
+    /// Who gets the hidden states.
+    pub destination: Member,
+}
+
+/// Held-out prompts that the verifier continues greedily before it extracts them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct HeldOutRequest {
+    /// Which row.
+    pub row: RowId,
+    /// Token ids of each prompt, up to where the answer begins.
+    pub prompts: Vec<Vec<u32>>,
+    /// Longest answer, in tokens.
+    pub max_new_tokens: usize,
+    /// Who gets the hidden states.
+    pub destination: Member,
+}
+
+/// Loss and accuracy of one TTT step over one row (definitions: speculators 0.9 `eagle3`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StepMetrics {
+    /// Mean loss over the masked positions.
+    pub loss: f64,
+    /// Positions at which this and all earlier TTT steps were right.
+    pub full_correct: f64,
+    /// Masked positions.
+    pub full_total: f64,
+    /// Positions at which this TTT step was right, of those where all earlier ones were.
+    pub conditional_correct: f64,
+    /// Positions at which all earlier TTT steps were right.
+    pub conditional_total: f64,
+}
+
+/// What one seat measured in one optimizer step.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct SeatMetrics {
+    /// Total loss of the row.
+    pub loss: f64,
+    /// Per TTT step.
+    pub ttt: Vec<StepMetrics>,
+    /// Tokens of the row.
+    pub tokens: u64,
+    /// Trained positions of the row.
+    pub trained_tokens: u64,
+    /// Time spent on forward and backward.
+    pub compute_ms: u64,
+}
+
+/// Counts of simulated verifications on held-out answers; they add up over seats.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Acceptance {
+    /// Verification passes.
+    pub verifications: u64,
+    /// Drafted tokens that were accepted.
+    pub accepted: u64,
+    /// Per TTT step: how often its token was reached and could be judged.
+    pub tried: Vec<u64>,
+    /// Per TTT step: how often it was accepted.
+    pub accepted_at: Vec<u64>,
+}
+
+impl Acceptance {
+    /// Mean tokens per verification: one by the verifier itself plus the accepted ones.
+    pub fn length(&self) -> Option<f64> {
+        (self.verifications > 0).then(|| 1.0 + self.accepted as f64 / self.verifications as f64)
+    }
+
+    /// Adds another seat's counts.
+    pub fn add(&mut self, other: &Self) {
+        self.verifications += other.verifications;
+        self.accepted += other.accepted;
+        for (ours, theirs) in [(&mut self.tried, &other.tried), (&mut self.accepted_at, &other.accepted_at)] {
+            ours.resize(ours.len().max(theirs.len()), 0);
+            for (a, b) in ours.iter_mut().zip(theirs) {
+                *a += b;
+            }
+        }
+    }
+}
+
+/// From a rank to the coordinator.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum RankEvent {
+    /// The first message of a stream.
+    Attach(Attach),
+    /// A sign of life.
+    Beat(Beat),
+    /// A verifier has loaded its shard.
+    VerifierReady {
+        /// What its hidden states promise.
+        contract: Contract,
+    },
+    /// A draft replica holds a state.
+    DraftReady {
+        /// Step of that state.
+        step: Step,
+        /// Digest of weights and moments.
+        state: Digest,
+    },
+    /// A draft replica has links to all members of the epoch and holds nothing of an older one.
+    GroupReady {
+        /// The epoch.
+        epoch: Epoch,
+    },
+    /// A verifier has sent a row on its way.
+    Extracted {
+        /// The row.
+        row: RowId,
+        /// Who it was sent to.
+        generation: Generation,
+        /// Its tokens.
+        tokens: u64,
+    },
+    /// A verifier found a sample that cannot be used.
+    BadSample {
+        /// The row it was part of.
+        row: RowId,
+        /// The sample.
+        unit: Option<Unit>,
+        /// Why.
+        reason: String,
+    },
+    /// A draft replica holds the hidden states of a row.
+    Received {
+        /// The row.
+        row: RowId,
+    },
+    /// A draft replica lost the link over which a verifier sends.
+    LinkBroken {
+        /// The other end.
+        from: Seat,
+        /// Its generation.
+        generation: Generation,
+        /// What was seen.
+        reason: String,
+    },
+    /// The reduced gradient of a step is there, and nothing has been applied.
+    Staged {
+        /// Epoch of the step.
+        epoch: Epoch,
+        /// The step.
+        step: Step,
+        /// Digest of the reduced gradient.
+        gradient: Digest,
+        /// Digest of weights and moments that the step starts from.
+        state: Digest,
+        /// What this seat measured.
+        metrics: SeatMetrics,
+    },
+    /// A committed step has been applied.
+    Applied {
+        /// The step that the state has reached.
+        step: Step,
+        /// Digest of weights and moments.
+        state: Digest,
+    },
+    /// A checkpoint is complete on disk.
+    Checkpointed {
+        /// Its step.
+        step: Step,
+        /// Its folder.
+        folder: PathBuf,
+    },
+    /// Acceptance was measured on this seat's held-out row.
+    Evaluated {
+        /// Step of the weights.
+        step: Step,
+        /// The counts.
+        acceptance: Acceptance,
+    },
+    /// The rank cannot go on and is about to exit.
+    Fault {
+        /// Why, in one line with the remedy.
+        reason: String,
+        /// Whether starting it again can help.
+        permanent: bool,
+    },
+    /// The rank ends because it was told to.
+    Bye,
+}
+
+/// From the coordinator to a rank.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum CoordinatorCommand {
+    /// Answer to [`RankEvent::Attach`].
+    Welcome {
+        /// The resolved `cluster.toml`, as JSON.
+        config: String,
+    },
+    /// Answer to a beat; its absence lets a rank's lease on the coordinator run out.
+    BeatAck {
+        /// The beat's number.
+        sequence: u64,
+    },
+    /// Load the verifier.
+    LoadVerifier,
+    /// Build the draft and take a state.
+    LoadDraft {
+        /// Verifier ids of the draft vocabulary, ascending.
+        vocabulary: Vec<u32>,
+        /// What hidden states must promise.
+        contract: Contract,
+        /// Where the state comes from.
+        origin: DraftOrigin,
+    },
+    /// Stop what belongs to an older epoch and wait.
+    Abandon {
+        /// The new epoch.
+        epoch: Epoch,
+    },
+    /// Send the state to a replacement.
+    SendState {
+        /// Who needs it.
+        to: Member,
+    },
+    /// Link up with these members, in seat order.
+    FormGroup {
+        /// The epoch.
+        epoch: Epoch,
+        /// All members, this rank among them.
+        members: Vec<Member>,
+    },
+    /// Compute the hidden states of a row and send them.
+    Extract(Extraction),
+    /// Continue held-out prompts, compute their hidden states and send them.
+    ExtractHeldOut(HeldOutRequest),
+    /// Compute and reduce the gradient of a step.
+    Begin {
+        /// The epoch.
+        epoch: Epoch,
+        /// The step.
+        step: Step,
+        /// Whether this seat has a row in the step; without one it contributes nothing.
+        has_row: bool,
+        /// How many seats have a row: the sum is divided by it.
+        contributors: u16,
+    },
+    /// The step is in the journal: apply it.
+    Commit {
+        /// The epoch.
+        epoch: Epoch,
+        /// The step.
+        step: Step,
+        /// Learning rate.
+        learning_rate: f64,
+    },
+    /// Drop rows that will not be trained by this seat.
+    Forget {
+        /// The rows.
+        rows: Vec<RowId>,
+    },
+    /// Write a checkpoint of the present state.
+    Checkpoint,
+    /// Measure acceptance on the held-out row.
+    Evaluate,
+    /// Say [`RankEvent::Bye`] and exit.
+    Quit,
+}

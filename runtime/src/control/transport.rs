@@ -1,0 +1,185 @@
+//! tonic behind one module: how a rank reaches the coordinator and how the coordinator listens.
+//!
+//! A [`Dialed`] stream belongs to one incarnation: its channel is dropped with it, so nothing redials in silence.
+//! Keepalive notices a stopped peer; beats (`Beat`, `BeatAck`) notice a wedged one.
+
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
+use tonic::transport::{Endpoint, Server};
+use tonic::{Request, Response, Status, Streaming};
+
+use super::{Attach, CoordinatorCommand, RankEvent};
+use crate::wire::BODY_LIMIT_BYTES;
+
+#[allow(missing_docs, unreachable_pub, clippy::all)]
+mod generated {
+    include!(concat!(env!("OUT_DIR"), "/eaglet.Control.rs"));
+}
+
+use generated::control_client::ControlClient;
+use generated::control_server::{Control, ControlServer};
+
+/// Messages that may wait in one direction of one stream; a peer that lets more pile up is lost.
+pub const QUEUED_MESSAGES: usize = 4096;
+
+const KEEPALIVE_INTERVAL: Duration = Duration::from_millis(500);
+const KEEPALIVE_TIMEOUT: Duration = Duration::from_millis(5000);
+
+/// Why a control link could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum TransportError {
+    /// The address cannot be listened on.
+    #[error("cannot listen on {address}: {source}; set run.listen to a free port, or to port 0 for any")]
+    Listen {
+        /// The address.
+        address: String,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The coordinator cannot be reached.
+    #[error("cannot reach the coordinator at {address}: {source}")]
+    Connect {
+        /// Its address.
+        address: String,
+        /// What tonic said.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+/// A rank's end of a stream.
+pub struct Dialed {
+    /// Towards the coordinator.
+    pub events: mpsc::Sender<RankEvent>,
+    /// From the coordinator; ends when the stream does.
+    pub commands: Streaming<CoordinatorCommand>,
+}
+
+/// Connects to the coordinator and attaches.
+///
+/// # Errors
+/// If the coordinator does not answer within five seconds or refuses.
+pub async fn dial(address: &str, attach: Attach) -> Result<Dialed, TransportError> {
+    let wrong = |source: Box<dyn std::error::Error + Send + Sync>| TransportError::Connect {
+        address: address.to_owned(),
+        source,
+    };
+    let channel = Endpoint::from_shared(format!("http://{address}"))
+        .map_err(|e| wrong(e.into()))?
+        .connect_timeout(Duration::from_secs(5))
+        .tcp_nodelay(true)
+        .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
+        .keep_alive_timeout(KEEPALIVE_TIMEOUT)
+        .connect()
+        .await
+        .map_err(|e| wrong(e.into()))?;
+    let (events, queue) = mpsc::channel(QUEUED_MESSAGES);
+    // The queue is empty and open, so this cannot fail.
+    let _ = events.try_send(RankEvent::Attach(attach));
+    let mut client = ControlClient::new(channel)
+        .max_decoding_message_size(BODY_LIMIT_BYTES)
+        .max_encoding_message_size(BODY_LIMIT_BYTES);
+    let commands = tokio::time::timeout(Duration::from_secs(5), client.attach(ReceiverStream::new(queue)))
+        .await
+        .map_err(|e| wrong(e.into()))?
+        .map_err(|e| wrong(e.into()))?
+        .into_inner();
+    Ok(Dialed { events, commands })
+}
+
+/// One attached rank, seen from the coordinator.
+pub struct Accepted {
+    /// What the rank said first.
+    pub attach: Attach,
+    /// What it says from now on.
+    pub events: EventStream,
+    /// Towards the rank; the stream to it ends when all senders are gone.
+    pub commands: mpsc::Sender<CoordinatorCommand>,
+}
+
+/// A rank's messages.
+pub struct EventStream(Streaming<RankEvent>);
+
+impl EventStream {
+    /// The next message, or why there is none. `Ok(None)` only says that the stream is over.
+    ///
+    /// Cancel safety: safe; no message is lost.
+    ///
+    /// # Errors
+    /// If the link broke or a message could not be decoded.
+    pub async fn next(&mut self) -> Result<Option<RankEvent>, String> {
+        self.0.message().await.map_err(|status| status.to_string())
+    }
+}
+
+/// Decides about attaching ranks: takes over the stream, or says why not.
+pub trait Admit: Send + Sync + 'static {
+    /// Admits a rank or refuses it with a reason.
+    ///
+    /// # Errors
+    /// The reason of a refusal; it is told to the rank.
+    fn admit(&self, accepted: Accepted) -> Result<(), String>;
+}
+
+struct Service<A>(A);
+
+#[tonic::async_trait]
+impl<A: Admit> Control for Service<A> {
+    type AttachStream =
+        Pin<Box<dyn tokio_stream::Stream<Item = Result<CoordinatorCommand, Status>> + Send + 'static>>;
+
+    async fn attach(
+        &self,
+        request: Request<Streaming<RankEvent>>,
+    ) -> Result<Response<Self::AttachStream>, Status> {
+        let mut events = request.into_inner();
+        let attach = match events.message().await? {
+            Some(RankEvent::Attach(attach)) => attach,
+            _ => return Err(Status::invalid_argument("the first message must be attach")),
+        };
+        let (commands, queue) = mpsc::channel(QUEUED_MESSAGES);
+        self.0
+            .admit(Accepted { attach, events: EventStream(events), commands })
+            .map_err(Status::permission_denied)?;
+        let stream = tokio_stream::StreamExt::map(ReceiverStream::new(queue), Ok);
+        Ok(Response::new(Box::pin(stream)))
+    }
+}
+
+/// Binds the control port.
+///
+/// # Errors
+/// If the address is taken or not ours.
+pub async fn bind(address: &str) -> Result<(TcpListener, SocketAddr), TransportError> {
+    let wrong = |source| TransportError::Listen { address: address.to_owned(), source };
+    let listener = TcpListener::bind(address).await.map_err(wrong)?;
+    let local = listener.local_addr().map_err(wrong)?;
+    Ok((listener, local))
+}
+
+/// Serves the control port until the future is dropped.
+///
+/// # Errors
+/// If accepting connections fails for good.
+pub async fn serve(listener: TcpListener, admit: impl Admit) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    let incoming = tokio_stream::StreamExt::map(TcpListenerStream::new(listener), |stream| {
+        stream.inspect(|stream| {
+            // A failure costs latency only.
+            let _ = stream.set_nodelay(true);
+        })
+    });
+    let service = ControlServer::new(Service(admit))
+        .max_decoding_message_size(BODY_LIMIT_BYTES)
+        .max_encoding_message_size(BODY_LIMIT_BYTES);
+    Server::builder()
+        .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
+        .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
+        .add_service(service)
+        .serve_with_incoming(incoming)
+        .await?;
+    Ok(())
+}

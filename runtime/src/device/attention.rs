@@ -1,0 +1,164 @@
+//! What an attention call sees: which queries, which keys, in which blocks.
+//!
+//! Keys are a packed row of documents. A query looks at the keys of its own document up to itself, at most `window`
+//! back, and — in the later steps of training-time test — at one *diagonal* key per earlier step that belongs to it
+//! alone. So nothing quadratic in the number of steps exists, and keys of other documents are never touched.
+
+use std::ops::Range;
+
+/// Rows of queries that are computed together.
+pub(crate) const QUERY_BLOCK: usize = 64;
+/// Keys whose gradients are computed together.
+pub(crate) const KEY_BLOCK: usize = 64;
+
+/// Sizes of an attention.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionShape {
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads; divides `heads`.
+    pub kv_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Factor of the scores, usually `head_dim^-½`.
+    pub scale: f32,
+}
+
+impl AttentionShape {
+    /// Width of a query row.
+    pub fn query_width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Width of a key or value row.
+    pub fn key_width(&self) -> usize {
+        self.kv_heads * self.head_dim
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct QueryBlock {
+    /// Queries of the block.
+    pub(crate) queries: Range<usize>,
+    /// Keys that any of them sees.
+    pub(crate) keys: Range<usize>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct KeyBlock {
+    /// Keys of the block, all of one document.
+    pub(crate) keys: Range<usize>,
+    /// Query blocks that see any of them.
+    pub(crate) blocks: Range<usize>,
+}
+
+/// Which keys each query sees, cut into blocks at document boundaries.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AttentionPlan {
+    /// Visible keys of each query.
+    pub(crate) visible: Vec<Range<u32>>,
+    pub(crate) query_blocks: Vec<QueryBlock>,
+    pub(crate) key_blocks: Vec<KeyBlock>,
+    pub(crate) keys: usize,
+}
+
+impl AttentionPlan {
+    /// Queries at `rows` (ascending) of a packed row with these documents; `window` counts the query's own key.
+    ///
+    /// # Panics
+    /// If `rows` is not ascending or leaves the documents.
+    pub fn new(
+        documents: impl IntoIterator<Item = Range<usize>>,
+        rows: &[u32],
+        window: Option<usize>,
+    ) -> Self {
+        let mut plan = Self::default();
+        let mut next = 0;
+        for document in documents {
+            let first = next;
+            while next < rows.len() && (rows[next] as usize) < document.end {
+                let row = rows[next] as usize;
+                assert!(
+                    row >= document.start && (next == 0 || rows[next - 1] < rows[next]),
+                    "rows must ascend"
+                );
+                let start = window.map_or(document.start, |window| {
+                    document.start.max((row + 1).saturating_sub(window))
+                });
+                plan.visible.push(start as u32..row as u32 + 1);
+                next += 1;
+            }
+            let first_block = plan.query_blocks.len();
+            for start in (first..next).step_by(QUERY_BLOCK) {
+                let queries = start..(start + QUERY_BLOCK).min(next);
+                let keys =
+                    plan.visible[queries.start].start as usize..plan.visible[queries.end - 1].end as usize;
+                plan.query_blocks.push(QueryBlock { queries, keys });
+            }
+            for start in (document.start..document.end).step_by(KEY_BLOCK) {
+                let keys = start..(start + KEY_BLOCK).min(document.end);
+                let blocks = &plan.query_blocks[first_block..];
+                let from = first_block + blocks.partition_point(|block| block.keys.end <= keys.start);
+                let to = first_block + blocks.partition_point(|block| block.keys.start < keys.end);
+                plan.key_blocks.push(KeyBlock {
+                    keys,
+                    blocks: from..to.max(from),
+                });
+            }
+            plan.keys = document.end;
+        }
+        assert_eq!(next, rows.len(), "a query lies outside all documents");
+        plan
+    }
+
+    /// Number of queries.
+    pub fn queries(&self) -> usize {
+        self.visible.len()
+    }
+
+    /// Number of keys.
+    pub fn keys(&self) -> usize {
+        self.keys
+    }
+}
+
+/// Sizes and visibility of one attention call.
+#[derive(Clone, Copy, Debug)]
+pub struct Attention<'a> {
+    /// Sizes.
+    pub shape: AttentionShape,
+    /// Visibility.
+    pub plan: &'a AttentionPlan,
+    /// Diagonal keys per query.
+    pub diagonals: usize,
+}
+
+/// Operands of an attention call.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionInputs<'a> {
+    /// Rotated queries, `[queries, heads · head_dim]`.
+    pub q: &'a [f32],
+    /// Rotated keys, `[keys, kv_heads · head_dim]`.
+    pub k: &'a [f32],
+    /// Values, `[keys, kv_heads · head_dim]`.
+    pub v: &'a [f32],
+    /// Rotated diagonal keys, `[diagonals, queries, kv_heads · head_dim]`; may be longer.
+    pub k_diagonal: &'a [f32],
+    /// Diagonal values, likewise.
+    pub v_diagonal: &'a [f32],
+}
+
+/// Where the gradients of an attention call go; shapes as in [`AttentionInputs`].
+#[derive(Debug)]
+pub struct AttentionGradients<'a> {
+    /// Written.
+    pub dq: &'a mut [f32],
+    /// Added to.
+    pub dk: &'a mut [f32],
+    /// Added to.
+    pub dv: &'a mut [f32],
+    /// Added to.
+    pub dk_diagonal: &'a mut [f32],
+    /// Added to.
+    pub dv_diagonal: &'a mut [f32],
+}

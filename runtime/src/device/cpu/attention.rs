@@ -1,0 +1,361 @@
+//! Attention on the CPU: blocks of queries forward, blocks of queries and then of keys backward.
+//!
+//! Scores exist for one block at a time and are computed again in the backward pass, so memory is linear in tokens.
+
+use rayon::prelude::*;
+
+use super::gemm::gemm_serial;
+use super::scratch::with_scratch;
+use super::simd;
+use crate::device::attention::QueryBlock;
+use crate::device::{Attention, AttentionGradients, AttentionInputs, Matrix, MatrixMut};
+
+fn check(attention: &Attention<'_>, inputs: &AttentionInputs<'_>) {
+    let (shape, plan) = (attention.shape, attention.plan);
+    assert!(
+        shape.kv_heads > 0 && shape.heads.is_multiple_of(shape.kv_heads),
+        "heads of an attention"
+    );
+    let (queries, keys) = (
+        plan.queries() * shape.query_width(),
+        plan.keys() * shape.key_width(),
+    );
+    assert_eq!(
+        (inputs.q.len(), inputs.k.len(), inputs.v.len()),
+        (queries, keys, keys),
+        "shapes of an attention"
+    );
+    let diagonal = attention.diagonals * plan.queries() * shape.key_width();
+    assert!(
+        inputs.k_diagonal.len() >= diagonal && inputs.v_diagonal.len() >= diagonal,
+        "shapes of an attention"
+    );
+}
+
+/// Cuts `buffer` `[rows, width]` at the plan's query blocks.
+fn by_query_block<'a>(blocks: &[QueryBlock], mut buffer: &'a mut [f32], width: usize) -> Vec<&'a mut [f32]> {
+    let cut = |block: &QueryBlock| {
+        let (part, rest) = std::mem::take(&mut buffer).split_at_mut(block.queries.len() * width);
+        buffer = rest;
+        part
+    };
+    blocks.iter().map(cut).collect()
+}
+
+/// Columns of one head of rows `from..from + rows`.
+fn head<'a>(data: &'a [f32], from: usize, rows: usize, head: usize, dim: usize, width: usize) -> Matrix<'a> {
+    let start = (from * width + head * dim).min(data.len());
+    Matrix::strided(&data[start..], rows, dim, width)
+}
+
+pub(super) fn forward(
+    attention: &Attention<'_>,
+    inputs: &AttentionInputs<'_>,
+    out: &mut [f32],
+    lse: &mut [f32],
+) {
+    check(attention, inputs);
+    let (shape, plan) = (attention.shape, attention.plan);
+    let (heads, dim, width, kv_width) = (
+        shape.heads,
+        shape.head_dim,
+        shape.query_width(),
+        shape.key_width(),
+    );
+    assert_eq!(
+        (out.len(), lse.len()),
+        (inputs.q.len(), plan.queries() * heads),
+        "shapes of an attention"
+    );
+    let blocks = &plan.query_blocks;
+    let outs = by_query_block(blocks, out, width);
+    let lses = by_query_block(blocks, lse, heads);
+    blocks
+        .par_iter()
+        .zip(outs)
+        .zip(lses)
+        .for_each(|((block, out), lse)| {
+            let (rows, keys, first) = (block.queries.len(), block.keys.len(), block.queries.start);
+            with_scratch([rows * keys, attention.diagonals], |[scores, extra]| {
+                for h in 0..heads {
+                    let g = h / (heads / shape.kv_heads);
+                    let q = head(inputs.q, first, rows, h, dim, width);
+                    let k = head(inputs.k, block.keys.start, keys, g, dim, kv_width);
+                    gemm_serial(
+                        MatrixMut::new(scores, rows, keys),
+                        q,
+                        k.transposed(),
+                        shape.scale,
+                        false,
+                    );
+                    for r in 0..rows {
+                        let query = first + r;
+                        let row = &mut scores[r * keys..][..keys];
+                        let seen = local(&plan.visible[query], block.keys.start);
+                        let mut top = simd::max(&row[seen.clone()]);
+                        for (j, extra) in extra.iter_mut().enumerate() {
+                            let k = diagonal(inputs.k_diagonal, plan.queries(), j, query, g, dim, kv_width);
+                            *extra = simd::dot(q.row(r), k) * shape.scale;
+                            top = top.max(*extra);
+                        }
+                        row[..seen.start].fill(0.0);
+                        row[seen.end..].fill(0.0);
+                        let mut sum = simd::exp_sum(&mut row[seen.clone()], 1.0, top);
+                        sum += simd::exp_sum(extra, 1.0, top);
+                        lse[r * heads + h] = top + sum.ln();
+                        simd::scale(&mut row[seen], 1.0 / sum);
+                        simd::scale(extra, 1.0 / sum);
+                        let out = &mut out[r * width + h * dim..][..dim];
+                        out.fill(0.0);
+                        for (j, &p) in extra.iter().enumerate() {
+                            let v = diagonal(inputs.v_diagonal, plan.queries(), j, query, g, dim, kv_width);
+                            simd::axpy(p, v, out);
+                        }
+                    }
+                    let v = head(inputs.v, block.keys.start, keys, g, dim, kv_width);
+                    let out = MatrixMut::strided(&mut out[h * dim..], rows, dim, width);
+                    gemm_serial(out, Matrix::new(scores, rows, keys), v, 1.0, true);
+                }
+            });
+        });
+}
+
+/// A query's visible keys, counted from the block's first key.
+fn local(visible: &std::ops::Range<u32>, first_key: usize) -> std::ops::Range<usize> {
+    visible.start as usize - first_key..visible.end as usize - first_key
+}
+
+fn diagonal(
+    data: &[f32],
+    queries: usize,
+    step: usize,
+    query: usize,
+    head: usize,
+    dim: usize,
+    width: usize,
+) -> &[f32] {
+    &data[(step * queries + query) * width + head * dim..][..dim]
+}
+
+pub(super) fn backward(
+    attention: &Attention<'_>,
+    inputs: &AttentionInputs<'_>,
+    out: &[f32],
+    lse: &[f32],
+    dout: &[f32],
+    gradients: AttentionGradients<'_>,
+) {
+    check(attention, inputs);
+    let (shape, plan) = (attention.shape, attention.plan);
+    let queries = plan.queries();
+    assert_eq!(
+        (out.len(), dout.len()),
+        (inputs.q.len(), inputs.q.len()),
+        "shapes of an attention"
+    );
+    assert_eq!(
+        (lse.len(), gradients.dq.len()),
+        (queries * shape.heads, inputs.q.len()),
+        "shapes of an attention"
+    );
+    assert_eq!(
+        (gradients.dk.len(), gradients.dv.len()),
+        (inputs.k.len(), inputs.v.len()),
+        "shapes of an attention"
+    );
+    // Σ dout·out per query and head: what the softmax's normalisation sends back.
+    with_scratch([queries * shape.heads], |[delta]| {
+        let dims = shape.head_dim;
+        for (delta, (out, dout)) in delta
+            .iter_mut()
+            .zip(out.chunks_exact(dims).zip(dout.chunks_exact(dims)))
+        {
+            *delta = simd::dot(out, dout);
+        }
+        let pass = Backward {
+            attention,
+            inputs,
+            lse,
+            dout,
+            delta,
+        };
+        pass.queries(gradients.dq, gradients.dk_diagonal, gradients.dv_diagonal);
+        pass.keys(gradients.dk, gradients.dv);
+    });
+}
+
+struct Backward<'a> {
+    attention: &'a Attention<'a>,
+    inputs: &'a AttentionInputs<'a>,
+    lse: &'a [f32],
+    dout: &'a [f32],
+    delta: &'a [f32],
+}
+
+impl Backward<'_> {
+    /// Probabilities and score gradients of queries `first..first + rows` against keys `keys`, both `[rows, keys]`.
+    fn scores(
+        &self,
+        first: usize,
+        rows: usize,
+        keys: std::ops::Range<usize>,
+        h: usize,
+        probabilities: &mut [f32],
+        gradients: &mut [f32],
+    ) {
+        let (shape, plan) = (self.attention.shape, self.attention.plan);
+        let (heads, dim, width, kv_width) = (
+            shape.heads,
+            shape.head_dim,
+            shape.query_width(),
+            shape.key_width(),
+        );
+        let g = h / (heads / shape.kv_heads);
+        let q = head(self.inputs.q, first, rows, h, dim, width);
+        let dout = head(self.dout, first, rows, h, dim, width);
+        let k = head(self.inputs.k, keys.start, keys.len(), g, dim, kv_width).transposed();
+        let v = head(self.inputs.v, keys.start, keys.len(), g, dim, kv_width).transposed();
+        gemm_serial(MatrixMut::new(probabilities, rows, keys.len()), q, k, 1.0, false);
+        gemm_serial(MatrixMut::new(gradients, rows, keys.len()), dout, v, 1.0, false);
+        for r in 0..rows {
+            let place = (first + r) * heads + h;
+            let visible = &plan.visible[first + r];
+            let start = (visible.start as usize).clamp(keys.start, keys.end) - keys.start;
+            let end = (visible.end as usize).clamp(keys.start, keys.end) - keys.start;
+            let p = &mut probabilities[r * keys.len()..][..keys.len()];
+            let d = &mut gradients[r * keys.len()..][..keys.len()];
+            for row in [&mut *p, &mut *d] {
+                row[..start].fill(0.0);
+                row[end.max(start)..].fill(0.0);
+            }
+            if start < end {
+                simd::exp_shifted(&mut p[start..end], shape.scale, self.lse[place]);
+                simd::softmax_backward(&p[start..end], &mut d[start..end], self.delta[place], shape.scale);
+            }
+        }
+    }
+
+    /// Gradients of queries and of their diagonal keys and values.
+    fn queries(&self, dq: &mut [f32], dk_diagonal: &mut [f32], dv_diagonal: &mut [f32]) {
+        let (shape, plan, diagonals) = (
+            self.attention.shape,
+            self.attention.plan,
+            self.attention.diagonals,
+        );
+        let (heads, dim, width, kv_width) = (
+            shape.heads,
+            shape.head_dim,
+            shape.query_width(),
+            shape.key_width(),
+        );
+        let (blocks, queries) = (&plan.query_blocks, plan.queries());
+        let mut diagonal_parts: Vec<Vec<[&mut [f32]; 2]>> =
+            blocks.iter().map(|_| Vec::with_capacity(diagonals)).collect();
+        let steps = dk_diagonal
+            .chunks_mut((queries * kv_width).max(1))
+            .zip(dv_diagonal.chunks_mut((queries * kv_width).max(1)));
+        for (dk, dv) in steps.take(diagonals) {
+            let parts = by_query_block(blocks, dk, kv_width)
+                .into_iter()
+                .zip(by_query_block(blocks, dv, kv_width));
+            for (block, (dk, dv)) in diagonal_parts.iter_mut().zip(parts) {
+                block.push([dk, dv]);
+            }
+        }
+        let dqs = by_query_block(blocks, dq, width);
+        blocks
+            .par_iter()
+            .zip(dqs)
+            .zip(diagonal_parts)
+            .for_each(|((block, dq), mut parts)| {
+                let (rows, keys, first) = (block.queries.len(), block.keys.len(), block.queries.start);
+                with_scratch([rows * keys, rows * keys], |[probabilities, gradients]| {
+                    for h in 0..heads {
+                        let g = h / (heads / shape.kv_heads);
+                        self.scores(first, rows, block.keys.clone(), h, probabilities, gradients);
+                        let k = head(self.inputs.k, block.keys.start, keys, g, dim, kv_width);
+                        let dq_head = MatrixMut::strided(&mut dq[h * dim..], rows, dim, width);
+                        gemm_serial(dq_head, Matrix::new(gradients, rows, keys), k, 1.0, false);
+                        for r in 0..rows {
+                            let (query, place) = (first + r, (first + r) * heads + h);
+                            let q = &self.inputs.q[query * width + h * dim..][..dim];
+                            let dout = &self.dout[query * width + h * dim..][..dim];
+                            let dq = &mut dq[r * width + h * dim..][..dim];
+                            for (j, [dk, dv]) in parts.iter_mut().enumerate() {
+                                let k = diagonal(self.inputs.k_diagonal, queries, j, query, g, dim, kv_width);
+                                let v = diagonal(self.inputs.v_diagonal, queries, j, query, g, dim, kv_width);
+                                let mut p = [simd::dot(q, k)];
+                                simd::exp_shifted(&mut p, shape.scale, self.lse[place]);
+                                let ds = p[0] * (simd::dot(dout, v) - self.delta[place]) * shape.scale;
+                                let at = r * kv_width + g * dim;
+                                simd::axpy(ds, k, dq);
+                                simd::axpy(ds, q, &mut dk[at..at + dim]);
+                                simd::axpy(p[0], dout, &mut dv[at..at + dim]);
+                            }
+                        }
+                    }
+                });
+            });
+    }
+
+    /// Gradients of the keys and values that are shared by many queries.
+    fn keys(&self, dk: &mut [f32], dv: &mut [f32]) {
+        let (shape, plan) = (self.attention.shape, self.attention.plan);
+        let (heads, dim, width, kv_width) = (
+            shape.heads,
+            shape.head_dim,
+            shape.query_width(),
+            shape.key_width(),
+        );
+        let (mut dk_rest, mut dv_rest, mut at) = (dk, dv, 0);
+        let mut parts = Vec::with_capacity(plan.key_blocks.len());
+        for block in &plan.key_blocks {
+            let (skip, take) = ((block.keys.start - at) * kv_width, block.keys.len() * kv_width);
+            let (dk, dk_after) = std::mem::take(&mut dk_rest)[skip..].split_at_mut(take);
+            let (dv, dv_after) = std::mem::take(&mut dv_rest)[skip..].split_at_mut(take);
+            parts.push((block, dk, dv));
+            (dk_rest, dv_rest, at) = (dk_after, dv_after, block.keys.end);
+        }
+        parts.into_par_iter().for_each(|(block, dk, dv)| {
+            let (Some(first), Some(last)) = (
+                plan.query_blocks[block.blocks.clone()].first(),
+                plan.query_blocks[block.blocks.clone()].last(),
+            ) else {
+                return;
+            };
+            let (keys, queries) = (block.keys.len(), first.queries.start..last.queries.end);
+            let rows = queries.len();
+            with_scratch([rows * keys, rows * keys], |[probabilities, gradients]| {
+                for h in 0..heads {
+                    let g = h / (heads / shape.kv_heads);
+                    self.scores(
+                        queries.start,
+                        rows,
+                        block.keys.clone(),
+                        h,
+                        probabilities,
+                        gradients,
+                    );
+                    let dout = head(self.dout, queries.start, rows, h, dim, width);
+                    let q = head(self.inputs.q, queries.start, rows, h, dim, width);
+                    let p = Matrix::new(probabilities, rows, keys).transposed();
+                    let d = Matrix::new(gradients, rows, keys).transposed();
+                    gemm_serial(
+                        MatrixMut::strided(&mut dv[g * dim..], keys, dim, kv_width),
+                        p,
+                        dout,
+                        1.0,
+                        true,
+                    );
+                    gemm_serial(
+                        MatrixMut::strided(&mut dk[g * dim..], keys, dim, kv_width),
+                        d,
+                        q,
+                        1.0,
+                        true,
+                    );
+                }
+            });
+        });
+    }
+}

@@ -1,0 +1,232 @@
+//! Products on the CPU, by the `gemm-f32` crate.
+//!
+//! The crate chooses its blocking by shape, and small shapes take other code paths. Both would let the bits of a row
+//! depend on the rows beside it. So a product is cut here: along k into blocks of [`K_BLOCK`] (the crate never splits
+//! those again), and over the output into tiles, each a serial call; tiny tiles are padded past the special paths.
+#![allow(unsafe_code)]
+
+use gemm_common::Parallelism;
+use half::bf16;
+use rayon::prelude::*;
+
+use super::scratch::with_scratch;
+use super::simd;
+use crate::device::{Matrix, MatrixMut};
+
+/// Terms summed in one go; `gemm-common` keeps at least 512 together.
+const K_BLOCK: usize = 512;
+/// Up to this many output elements the crate may use dot products instead of its micro-kernel.
+const SPECIAL_ELEMENTS: usize = 16 * 16;
+/// A side of a padded tile: its square is past [`SPECIAL_ELEMENTS`].
+const PADDED_SIDE: usize = 17;
+/// Largest tile of the output, in rows.
+const TILE_ROWS: usize = 256;
+/// Largest tile of the output, in columns.
+const TILE_COLS: usize = 512;
+/// Weights that are widened together, in rows.
+const BF16_ROWS: usize = 128;
+
+/// A rectangle of an output. Only this module makes them; two that live at once are disjoint.
+#[derive(Clone, Copy)]
+struct Tile {
+    start: *mut f32,
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+}
+
+// SAFETY: a tile is the only way to its elements while tasks run; see `Tile::cut`.
+unsafe impl Send for Tile {}
+// SAFETY: as above.
+unsafe impl Sync for Tile {}
+
+impl Tile {
+    fn of(c: &mut MatrixMut<'_>) -> Self {
+        Self {
+            start: c.data.as_mut_ptr(),
+            rows: c.rows,
+            cols: c.cols,
+            row_stride: c.row_stride,
+        }
+    }
+
+    /// The `index`-th of the disjoint sub-tiles of at most `rows` x `cols`, column of tiles by column, and its origin.
+    fn cut(&self, index: usize, rows: usize, cols: usize) -> (Self, usize, usize) {
+        let down = self.rows.div_ceil(rows);
+        let (row, col) = (index % down * rows, index / down * cols);
+        assert!(row < self.rows && col < self.cols);
+        // SAFETY: (row, col) lies inside this tile, whose elements are all in one allocation.
+        let start = unsafe { self.start.add(row * self.row_stride + col) };
+        let tile = Self {
+            start,
+            rows: rows.min(self.rows - row),
+            cols: cols.min(self.cols - col),
+            ..*self
+        };
+        (tile, row, col)
+    }
+
+    fn pieces(&self, rows: usize, cols: usize) -> usize {
+        self.rows.div_ceil(rows) * self.cols.div_ceil(cols)
+    }
+}
+
+/// Sizes of tiles: large, but enough of them to keep the threads busy. They do not change any bit of the result.
+fn tile_sizes(rows: usize, cols: usize, threads: usize) -> (usize, usize) {
+    let (mut tile_rows, mut tile_cols) = (TILE_ROWS, TILE_COLS);
+    let wanted = if threads == 1 { 1 } else { 4 * threads };
+    while rows.div_ceil(tile_rows) * cols.div_ceil(tile_cols) < wanted && (tile_rows > 64 || tile_cols > 128)
+    {
+        if tile_cols > 128 && cols * 2 > tile_cols && (tile_cols >= 2 * tile_rows || tile_rows == 64) {
+            tile_cols /= 2;
+        } else if tile_rows > 64 {
+            tile_rows /= 2;
+        } else {
+            tile_cols /= 2;
+        }
+    }
+    (tile_rows, tile_cols)
+}
+
+/// `c = alpha · a·b` or `c += alpha · a·b` over the threads of the current pool.
+pub(super) fn gemm(mut c: MatrixMut<'_>, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool) {
+    assert_eq!(
+        (c.rows, c.cols, a.cols),
+        (a.rows, b.cols, b.rows),
+        "shapes of a product"
+    );
+    let whole = Tile::of(&mut c);
+    let (rows, cols) = tile_sizes(c.rows, c.cols, rayon::current_num_threads());
+    let one = |index: usize| {
+        let (tile, row, col) = whole.cut(index, rows, cols);
+        let (a, b) = (
+            a.block(row, tile.rows, 0, a.cols),
+            b.block(0, b.rows, col, tile.cols),
+        );
+        gemm_tile(tile, a, b, alpha, accumulate);
+    };
+    match whole.pieces(rows, cols) {
+        pieces @ 0..=1 => (0..pieces).for_each(one),
+        pieces => (0..pieces).into_par_iter().for_each(one),
+    }
+}
+
+/// [`gemm`] on the calling thread.
+pub(super) fn gemm_serial(mut c: MatrixMut<'_>, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool) {
+    assert_eq!(
+        (c.rows, c.cols, a.cols),
+        (a.rows, b.cols, b.rows),
+        "shapes of a product"
+    );
+    gemm_tile(Tile::of(&mut c), a, b, alpha, accumulate);
+}
+
+/// `c = a·wᵀ` or `c += a·wᵀ`, `weights` `[n, k]` in bf16.
+pub(super) fn gemm_bf16(mut c: MatrixMut<'_>, a: Matrix<'_>, weights: &[bf16], accumulate: bool) {
+    let k = a.cols;
+    assert_eq!(
+        (c.rows, weights.len()),
+        (a.rows, c.cols * k),
+        "shapes of a product"
+    );
+    let whole = Tile::of(&mut c);
+    let one = |index: usize| {
+        let (tile, row, col) = whole.cut(index, TILE_ROWS, BF16_ROWS);
+        with_scratch([tile.cols * k], |[wide]| {
+            simd::widen(&weights[col * k..][..tile.cols * k], wide);
+            let b = Matrix::new(wide, tile.cols, k).transposed();
+            gemm_tile(tile, a.block(row, tile.rows, 0, k), b, 1.0, accumulate);
+        });
+    };
+    match whole.pieces(TILE_ROWS, BF16_ROWS) {
+        pieces @ 0..=1 => (0..pieces).for_each(one),
+        pieces => (0..pieces).into_par_iter().for_each(one),
+    }
+}
+
+/// One tile: blocks of k in order, each added to what the ones before left.
+fn gemm_tile(c: Tile, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool) {
+    if c.rows == 0 || c.cols == 0 {
+        return;
+    }
+    if c.rows == 1 || c.cols == 1 || c.rows * c.cols <= SPECIAL_ELEMENTS {
+        return gemm_padded(c, a, b, alpha, accumulate);
+    }
+    let k = a.cols;
+    if k == 0 {
+        if !accumulate {
+            for row in 0..c.rows {
+                // SAFETY: `row` is a row of the tile.
+                unsafe { std::ptr::write_bytes(c.start.add(row * c.row_stride), 0, c.cols) };
+            }
+        }
+        return;
+    }
+    let product = gemm_f32::gemm::f32::get_gemm_fn();
+    for start in (0..k).step_by(K_BLOCK) {
+        let terms = K_BLOCK.min(k - start);
+        let (a, b) = (a.block(0, a.rows, start, terms), b.block(start, terms, 0, b.cols));
+        // The crate wants the output's fast dimension first, so it gets the transposed product: cᵀ = bᵀ·aᵀ.
+        // SAFETY: the views reach no further than their slices (`Matrix`'s invariant), the tile lies inside its
+        // allocation and no other tile overlaps it (`Tile`'s invariant); operands cannot alias a mutable output.
+        unsafe {
+            product(
+                c.cols,
+                c.rows,
+                terms,
+                c.start,
+                c.row_stride as isize,
+                1,
+                accumulate || start > 0,
+                b.data.as_ptr(),
+                b.row_stride as isize,
+                b.col_stride as isize,
+                a.data.as_ptr(),
+                a.row_stride as isize,
+                a.col_stride as isize,
+                1.0,
+                alpha,
+                false,
+                false,
+                false,
+                Parallelism::None,
+            );
+        }
+    }
+}
+
+/// A tile too small for the crate's common path, by way of a larger copy of it.
+#[cold]
+fn gemm_padded(c: Tile, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool) {
+    let (rows, cols, k) = (c.rows.max(PADDED_SIDE), c.cols.max(PADDED_SIDE), a.cols);
+    with_scratch([rows * k, k * cols, rows * cols], |[wide_a, wide_b, wide_c]| {
+        wide_a.fill(0.0);
+        wide_b.fill(0.0);
+        wide_c.fill(0.0);
+        for row in 0..a.rows {
+            for col in 0..k {
+                wide_a[row * k + col] = a.data[row * a.row_stride + col * a.col_stride];
+            }
+        }
+        for row in 0..k {
+            for col in 0..b.cols {
+                wide_b[row * cols + col] = b.data[row * b.row_stride + col * b.col_stride];
+            }
+        }
+        for row in 0..c.rows {
+            for col in 0..c.cols {
+                // SAFETY: an element of the tile.
+                wide_c[row * cols + col] = unsafe { *c.start.add(row * c.row_stride + col) };
+            }
+        }
+        let (view_a, view_b) = (Matrix::new(wide_a, rows, k), Matrix::new(wide_b, k, cols));
+        let mut wide = MatrixMut::new(wide_c, rows, cols);
+        gemm_tile(Tile::of(&mut wide), view_a, view_b, alpha, accumulate);
+        for row in 0..c.rows {
+            for col in 0..c.cols {
+                // SAFETY: an element of the tile.
+                unsafe { *c.start.add(row * c.row_stride + col) = wide_c[row * cols + col] };
+            }
+        }
+    });
+}

@@ -1,0 +1,391 @@
+//! The CPU: a thread pool of its own, `gemm-f32` for products, vectorised loops for the rest.
+
+mod attention;
+mod gemm;
+mod scratch;
+mod simd;
+#[cfg(test)]
+mod tests;
+
+use half::bf16;
+use rayon::prelude::*;
+
+use super::{
+    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Device, Matrix, MatrixMut, RotaryTable,
+    RowLoss, TargetRow, Turn,
+};
+
+/// Elements a task of an element-wise operation takes at least; a fixed number, so block sums are too.
+const ELEMENTS: usize = 16 * 1024;
+
+/// The CPU, with a number of threads.
+#[derive(Debug)]
+pub struct Cpu {
+    pool: rayon::ThreadPool,
+}
+
+/// The operating system refused threads.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot start {threads} compute threads: {source}")]
+pub struct ThreadsError {
+    threads: usize,
+    source: rayon::ThreadPoolBuildError,
+}
+
+impl Cpu {
+    /// A device with `threads` threads of its own; 0 means one per core.
+    ///
+    /// # Errors
+    /// If the threads cannot be started.
+    pub fn new(threads: usize) -> Result<Self, ThreadsError> {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .thread_name(|index| format!("compute-{index}"))
+            .build()
+            .map_err(|source| ThreadsError { threads, source })?;
+        Ok(Self { pool })
+    }
+
+    /// Number of threads.
+    pub fn threads(&self) -> usize {
+        self.pool.current_num_threads()
+    }
+}
+
+/// Rows of `width` that one task takes.
+fn rows_per_task(width: usize) -> usize {
+    (ELEMENTS / width.max(1)).max(1)
+}
+
+/// Calls `work(row, elements)` for every row of `out`, over the pool when there is enough to do.
+fn each_row(out: MatrixMut<'_>, work: impl Fn(usize, &mut [f32]) + Sync) {
+    let (rows, cols, stride) = (out.rows, out.cols, out.row_stride.max(1));
+    if rows == 0 || cols == 0 {
+        return;
+    }
+    let group = rows_per_task(cols);
+    out.data
+        .par_chunks_mut(stride)
+        .take(rows)
+        .with_min_len(group)
+        .enumerate()
+        .for_each(|(row, elements)| {
+            work(row, &mut elements[..cols]);
+        });
+}
+
+/// [`each_row`] with one more value per row.
+fn each_row_with<T: Send>(
+    out: MatrixMut<'_>,
+    values: &mut [T],
+    work: impl Fn(usize, &mut [f32], &mut T) + Sync,
+) {
+    let (rows, cols, stride) = (out.rows, out.cols, out.row_stride.max(1));
+    assert_eq!(values.len(), rows, "one value per row");
+    if rows == 0 || cols == 0 {
+        return;
+    }
+    let group = rows_per_task(cols);
+    let chunks = out.data.par_chunks_mut(stride).take(rows).with_min_len(group);
+    chunks
+        .zip(values.par_iter_mut())
+        .enumerate()
+        .for_each(|(row, (elements, value))| {
+            work(row, &mut elements[..cols], value);
+        });
+}
+
+fn row<'a>(x: &Matrix<'a>, row: usize) -> &'a [f32] {
+    &x.data[row * x.row_stride..][..x.cols]
+}
+
+impl Device for Cpu {
+    fn install<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
+        self.pool.install(work)
+    }
+
+    fn gemm(&self, c: MatrixMut<'_>, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool) {
+        self.install(|| gemm::gemm(c, a, b, alpha, accumulate));
+    }
+
+    fn gemm_bf16(&self, c: MatrixMut<'_>, a: Matrix<'_>, weights: &[bf16], accumulate: bool) {
+        self.install(|| gemm::gemm_bf16(c, a, weights, accumulate));
+    }
+
+    fn rms_norm(&self, x: Matrix<'_>, weight: &[f32], epsilon: f32, y: MatrixMut<'_>, rstd: &mut [f32]) {
+        assert_eq!(
+            (x.rows, x.cols, weight.len(), x.col_stride),
+            (y.rows, y.cols, y.cols, 1),
+            "shapes of a norm"
+        );
+        self.install(|| {
+            each_row_with(y, rstd, |r, y, rstd| {
+                *rstd = simd::rms_norm(row(&x, r), weight, epsilon, y)
+            });
+        });
+    }
+
+    fn rms_norm_backward(
+        &self,
+        x: Matrix<'_>,
+        weight: &[f32],
+        rstd: &[f32],
+        dy: Matrix<'_>,
+        dx: MatrixMut<'_>,
+    ) {
+        assert_eq!(
+            (x.rows, x.cols),
+            (dx.rows, dx.cols),
+            "shapes of a norm's gradient"
+        );
+        assert_eq!(
+            (dy.rows, dy.cols, weight.len()),
+            (dx.rows, dx.cols, dx.cols),
+            "shapes of a norm's gradient"
+        );
+        assert_eq!(
+            (rstd.len(), x.col_stride, dy.col_stride),
+            (dx.rows, 1, 1),
+            "shapes of a norm's gradient"
+        );
+        self.install(|| {
+            each_row(dx, |r, dx| {
+                simd::rms_norm_backward(row(&x, r), weight, rstd[r], row(&dy, r), dx)
+            });
+        });
+    }
+
+    fn rms_norm_weight_gradient(&self, x: Matrix<'_>, rstd: &[f32], dy: Matrix<'_>, dweight: &mut [f32]) {
+        assert_eq!(
+            (x.rows, x.cols),
+            (dy.rows, dy.cols),
+            "shapes of a norm's weight gradient"
+        );
+        assert_eq!(
+            (rstd.len(), dweight.len()),
+            (x.rows, x.cols),
+            "shapes of a norm's weight gradient"
+        );
+        assert_eq!(
+            (x.col_stride, dy.col_stride),
+            (1, 1),
+            "shapes of a norm's weight gradient"
+        );
+        // Columns are spread, rows are summed in order.
+        const COLUMNS: usize = 64;
+        self.install(|| {
+            dweight
+                .par_chunks_mut(COLUMNS)
+                .enumerate()
+                .for_each(|(chunk, dweight)| {
+                    let columns = chunk * COLUMNS..chunk * COLUMNS + dweight.len();
+                    for r in 0..x.rows {
+                        let (x, dy) = (&row(&x, r)[columns.clone()], &row(&dy, r)[columns.clone()]);
+                        simd::rms_norm_weight(x, rstd[r], dy, dweight);
+                    }
+                });
+        });
+    }
+
+    fn rotate(&self, x: &mut [f32], head_dim: usize, table: &RotaryTable, positions: &[u32], turn: Turn) {
+        let half = table.half();
+        assert!(2 * half <= head_dim, "{half} pairs in a head of {head_dim}");
+        if positions.is_empty() {
+            return;
+        }
+        let width = x.len() / positions.len();
+        assert!(
+            width * positions.len() == x.len() && width.is_multiple_of(head_dim),
+            "shapes of a rotation"
+        );
+        let sign = if turn == Turn::Forward { 1.0 } else { -1.0 };
+        self.install(|| {
+            each_row(MatrixMut::new(x, positions.len(), width), |r, x| {
+                let (cos, sin) = table.at(positions[r]);
+                for head in x.chunks_exact_mut(head_dim) {
+                    let (a, b) = head[..2 * half].split_at_mut(half);
+                    simd::turn(a, b, cos, sin, sign);
+                }
+            });
+        });
+    }
+
+    fn swiglu(&self, gate: &[f32], up: &[f32], out: &mut [f32]) {
+        assert_eq!((gate.len(), up.len()), (out.len(), out.len()), "shapes of swiglu");
+        self.install(|| {
+            let blocks = gate
+                .par_chunks(ELEMENTS)
+                .zip(up.par_chunks(ELEMENTS))
+                .zip(out.par_chunks_mut(ELEMENTS));
+            blocks.for_each(|((gate, up), out)| simd::swiglu(gate, up, out));
+        });
+    }
+
+    fn swiglu_backward(&self, gate: &mut [f32], up: &mut [f32], dout: &[f32]) {
+        assert_eq!(
+            (gate.len(), up.len()),
+            (dout.len(), dout.len()),
+            "shapes of swiglu"
+        );
+        self.install(|| {
+            let blocks = gate
+                .par_chunks_mut(ELEMENTS)
+                .zip(up.par_chunks_mut(ELEMENTS))
+                .zip(dout.par_chunks(ELEMENTS));
+            blocks.for_each(|((gate, up), dout)| simd::swiglu_backward(gate, up, dout));
+        });
+    }
+
+    fn gather(&self, table: Matrix<'_>, rows: &[u32], out: MatrixMut<'_>) {
+        assert_eq!(
+            (rows.len(), table.cols, table.col_stride),
+            (out.rows, out.cols, 1),
+            "shapes of a gather"
+        );
+        self.install(|| each_row(out, |r, out| out.copy_from_slice(table.row(rows[r] as usize))));
+    }
+
+    fn gather_bf16(&self, table: &[bf16], rows: &[u32], out: MatrixMut<'_>) {
+        assert_eq!(rows.len(), out.rows, "shapes of a gather");
+        let cols = out.cols;
+        self.install(|| {
+            each_row(out, |r, out| {
+                simd::widen(&table[rows[r] as usize * cols..][..cols], out)
+            })
+        });
+    }
+
+    fn scatter_add(&self, source: Matrix<'_>, rows: &[u32], target: MatrixMut<'_>) {
+        assert_eq!(
+            (source.rows, source.cols, source.col_stride),
+            (rows.len(), target.cols, 1),
+            "shapes of a scatter"
+        );
+        assert!(rows.is_sorted_by(|a, b| a < b), "rows of a scatter ascend");
+        assert!(
+            rows.last().is_none_or(|&last| (last as usize) < target.rows),
+            "rows of a scatter are in range"
+        );
+        for (from, &to) in rows.iter().enumerate() {
+            simd::add(
+                &mut target.data[to as usize * target.row_stride..][..target.cols],
+                source.row(from),
+            );
+        }
+    }
+
+    fn add(&self, target: &mut [f32], source: &[f32]) {
+        assert_eq!(target.len(), source.len(), "shapes of a sum");
+        self.install(|| {
+            let blocks = target.par_chunks_mut(ELEMENTS).zip(source.par_chunks(ELEMENTS));
+            blocks.for_each(|(target, source)| simd::add(target, source));
+        });
+    }
+
+    fn attention(
+        &self,
+        attention: &Attention<'_>,
+        inputs: &AttentionInputs<'_>,
+        out: &mut [f32],
+        lse: &mut [f32],
+    ) {
+        self.install(|| attention::forward(attention, inputs, out, lse));
+    }
+
+    fn attention_backward(
+        &self,
+        attention: &Attention<'_>,
+        inputs: &AttentionInputs<'_>,
+        out: &[f32],
+        lse: &[f32],
+        dout: &[f32],
+        gradients: AttentionGradients<'_>,
+    ) {
+        self.install(|| attention::backward(attention, inputs, out, lse, dout, gradients));
+    }
+
+    fn softmax_targets(&self, logits: MatrixMut<'_>, targets: &mut [TargetRow]) {
+        self.install(|| {
+            each_row_with(logits, targets, |_, row, target| {
+                let (negative_entropy, argmax) = simd::softmax_target(row);
+                *target = TargetRow {
+                    negative_entropy,
+                    argmax,
+                };
+            });
+        });
+    }
+
+    fn kl_divergence(
+        &self,
+        logits: MatrixMut<'_>,
+        probabilities: Matrix<'_>,
+        targets: &[TargetRow],
+        target_of: &[u32],
+        coefficients: &[f32],
+        losses: &mut [RowLoss],
+    ) {
+        assert_eq!(
+            (logits.cols, targets.len()),
+            (probabilities.cols, probabilities.rows),
+            "shapes of a loss"
+        );
+        assert_eq!(
+            (target_of.len(), coefficients.len()),
+            (logits.rows, logits.rows),
+            "shapes of a loss"
+        );
+        self.install(|| {
+            each_row_with(logits, losses, |r, logits, loss| {
+                let target = target_of[r] as usize;
+                let (p, entropy) = (probabilities.row(target), targets[target].negative_entropy);
+                let (value, argmax) = simd::kl_divergence(logits, p, entropy, coefficients[r]);
+                *loss = RowLoss { loss: value, argmax };
+            });
+        });
+    }
+
+    fn argmax(&self, x: Matrix<'_>, out: &mut [u32]) {
+        assert_eq!((x.rows, x.col_stride), (out.len(), 1), "shapes of an arg-max");
+        self.install(|| {
+            out.par_iter_mut()
+                .with_min_len(rows_per_task(x.cols))
+                .enumerate()
+                .for_each(|(r, out)| {
+                    *out = simd::argmax(row(&x, r));
+                });
+        });
+    }
+
+    fn sum_of_squares(&self, x: &[f32]) -> f64 {
+        self.install(|| {
+            let blocks: Vec<f64> = x.par_chunks(ELEMENTS).map(simd::sum_of_squares).collect();
+            blocks.iter().sum()
+        })
+    }
+
+    fn adamw(
+        &self,
+        update: &AdamWUpdate,
+        parameters: &mut [f32],
+        m: &mut [f32],
+        v: &mut [f32],
+        gradient: &[f32],
+    ) {
+        let n = parameters.len();
+        assert_eq!(
+            (m.len(), v.len(), gradient.len()),
+            (n, n, n),
+            "shapes of an update"
+        );
+        self.install(|| {
+            let moments = m.par_chunks_mut(ELEMENTS).zip(v.par_chunks_mut(ELEMENTS));
+            let blocks = parameters
+                .par_chunks_mut(ELEMENTS)
+                .zip(moments)
+                .zip(gradient.par_chunks(ELEMENTS));
+            blocks
+                .for_each(|((parameters, (m, v)), gradient)| simd::adamw(update, parameters, m, v, gradient));
+        });
+    }
+}

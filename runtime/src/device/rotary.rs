@@ -1,0 +1,63 @@
+//! Tables of the cosines and sines of a rotary embedding.
+
+use crate::rope::Rope;
+
+/// Which way a vector is turned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// By the position's angle: the forward pass.
+    Forward,
+    /// Back by it: the backward pass of a rotation.
+    Backward,
+}
+
+/// Cosines and sines of all angles of a rotary embedding, `[positions, dim / 2]` each.
+#[derive(Clone, Debug)]
+pub struct RotaryTable {
+    half: usize,
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+}
+
+impl RotaryTable {
+    /// The angles of positions `0..positions`, computed in f64.
+    pub fn new(rope: &Rope, positions: usize) -> Self {
+        let frequencies = rope.inverse_frequencies();
+        let half = frequencies.len();
+        let (mut cos, mut sin) = (
+            Vec::with_capacity(positions * half),
+            Vec::with_capacity(positions * half),
+        );
+        for position in 0..positions {
+            for frequency in &frequencies {
+                let (s, c) = (position as f64 * frequency).sin_cos();
+                cos.push(c as f32);
+                sin.push(s as f32);
+            }
+        }
+        Self { half, cos, sin }
+    }
+
+    /// Number of positions in the table.
+    pub fn positions(&self) -> usize {
+        self.cos.len().checked_div(self.half).unwrap_or(usize::MAX)
+    }
+
+    /// Rotated pairs of a head.
+    pub fn half(&self) -> usize {
+        self.half
+    }
+
+    /// Cosines and sines of one position, `[dim / 2]` each.
+    ///
+    /// # Panics
+    /// If the table is shorter.
+    #[track_caller]
+    pub(crate) fn at(&self, position: u32) -> (&[f32], &[f32]) {
+        let start = position as usize * self.half;
+        (
+            &self.cos[start..start + self.half],
+            &self.sin[start..start + self.half],
+        )
+    }
+}

@@ -1,0 +1,446 @@
+//! The sending end of a link.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::SendFlags;
+
+use super::DEFAULT_MAX_MESSAGE_BYTES;
+use super::checksum::{COPY_BLOCK_BYTES, Checksum};
+use super::error::{LinkError, SendError};
+use super::frame::{FRAME_BYTES, Frame, FrameKind, FrameReader, Read};
+use super::message::{BulkOutgoing, Encoded};
+use super::ring::{RingShape, WriteRing};
+use super::socket::{self, Hello};
+
+/// Limits and sizes of a sender.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SenderOptions {
+    /// Slots of the ring, 1 to [`super::MAX_SLOTS`].
+    pub slots: u32,
+    /// Bytes of each slot, 4096 to [`super::MAX_SLOT_BYTES`].
+    pub slot_bytes: u32,
+    /// Most messages in the queue, counting the one that is being copied.
+    pub queue_messages: usize,
+    /// Most bytes in the queue, counting the message that is being copied. One message is always taken.
+    pub queue_bytes: u64,
+    /// Largest message, header and parts.
+    pub max_message_bytes: u64,
+    /// Whether the payload carries checksums, which the receiver then compares.
+    pub checksum: bool,
+    /// How long the receiver may take to accept the link.
+    pub handshake_timeout_ms: u64,
+}
+
+impl Default for SenderOptions {
+    fn default() -> Self {
+        Self {
+            slots: 8,
+            slot_bytes: 1 << 20,
+            queue_messages: 64,
+            queue_bytes: 256 << 20,
+            max_message_bytes: DEFAULT_MAX_MESSAGE_BYTES,
+            checksum: true,
+            handshake_timeout_ms: 5_000,
+        }
+    }
+}
+
+/// The sending end of a link, with a queue and a writer thread of its own.
+///
+/// Dropping it is [`BulkSender::close`].
+pub struct BulkSender {
+    hello: Hello,
+    options: SenderOptions,
+    shared: Arc<Shared>,
+    writer: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    queue: Mutex<Queue>,
+    /// Told when the queue shrinks, when everything was taken and when the link ends.
+    changed: Condvar,
+    closing: AtomicBool,
+    /// Wakes the writer out of its wait for the socket.
+    bell: OwnedFd,
+}
+
+#[derive(Default)]
+struct Queue {
+    waiting: VecDeque<Encoded>,
+    /// Messages and bytes of `waiting` and of the message that is being copied.
+    held_messages: usize,
+    held_bytes: u64,
+    /// Slots that the receiver has not given back.
+    slots_out: usize,
+    ended: Option<LinkError>,
+}
+
+impl Shared {
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ring_bell(&self) {
+        // Fails only when the counter is at its maximum, and then the bell rings already.
+        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+    }
+
+    /// Waits for a change until `deadline`; says whether there is time left.
+    fn wait<'a>(&self, queue: MutexGuard<'a, Queue>, deadline: Instant) -> (MutexGuard<'a, Queue>, bool) {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return (queue, false);
+        }
+        let (queue, _) = self.changed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner);
+        (queue, true)
+    }
+}
+
+impl BulkSender {
+    /// Opens a link to the listener under `name`, which must be the occupant that `hello` names.
+    ///
+    /// `on_end` is called once, on the writer thread, if the link ends for another reason than [`BulkSender::close`].
+    ///
+    /// # Errors
+    /// If nobody listens, the receiver refuses or is silent, or the system lacks memory or descriptors. Waits at most
+    /// `handshake_timeout_ms` for each answer.
+    pub fn connect(
+        name: &str,
+        hello: Hello,
+        options: SenderOptions,
+        on_end: impl FnOnce(&LinkError) + Send + 'static,
+    ) -> Result<Self, LinkError> {
+        let shape = RingShape::new(options.slots, options.slot_bytes)?;
+        let socket = socket::connect(name, options.handshake_timeout_ms)?;
+        let ring = WriteRing::create(shape)?;
+        socket::send_hello(&socket, &hello, shape, ring.fd())?;
+        let mut reader = FrameReader::new();
+        match reader.next(&socket)? {
+            Read::Got(Frame { kind: FrameKind::Welcome, .. }) => {}
+            Read::Got(Frame { kind: FrameKind::Refuse, length, .. }) => {
+                return Err(LinkError::Refused { reason: reader.text(&socket, length) });
+            }
+            Read::Got(frame) => {
+                return Err(LinkError::frame(format!("{:?} where a welcome was expected", frame.kind)));
+            }
+            Read::NotYet => return Err(LinkError::Silent { timeout_ms: options.handshake_timeout_ms }),
+            Read::End => return Err(LinkError::PeerLost { place: "before it answered the hello" }),
+        }
+        rustix::io::ioctl_fionbio(&socket, true).map_err(LinkError::system("make a socket non-blocking"))?;
+        let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(LinkError::system("make an eventfd"))?;
+        let shared = Arc::new(Shared {
+            queue: Mutex::default(),
+            changed: Condvar::new(),
+            closing: AtomicBool::new(false),
+            bell,
+        });
+        let writer = Writer {
+            shared: Arc::clone(&shared),
+            socket,
+            reader,
+            ring,
+            free: (0..options.slots).rev().collect(),
+            out: vec![false; options.slots as usize],
+            sequence: 0,
+            checksum: options.checksum,
+        };
+        let writer = std::thread::Builder::new()
+            .name(format!("link-to-{}", hello.to.seat))
+            .spawn(move || writer.main(on_end))
+            .map_err(|error| LinkError::System {
+                what: "start a writer thread",
+                source: Errno::from_io_error(&error).unwrap_or(Errno::AGAIN),
+            })?;
+        Ok(Self { hello, options, shared, writer: Some(writer) })
+    }
+
+    /// Queues a message; waits up to `timeout` for room.
+    ///
+    /// # Errors
+    /// If there was no room in time (the message comes back), the message contradicts itself or is too large, or the
+    /// link has ended.
+    pub fn send(&self, message: BulkOutgoing, timeout: Duration) -> Result<(), SendError> {
+        let Hello { from, .. } = self.hello;
+        let encoded = Encoded::new(&message, from.seat, from.generation, self.options.max_message_bytes)
+            .map_err(SendError::Invalid)?;
+        let deadline = Instant::now() + timeout;
+        let mut queue = self.shared.queue();
+        loop {
+            if let Some(error) = &queue.ended {
+                return Err(SendError::Ended(error.clone()));
+            }
+            let bytes = queue.held_bytes.saturating_add(encoded.message_bytes);
+            let fits = queue.held_messages < self.options.queue_messages && bytes <= self.options.queue_bytes;
+            if fits || queue.held_messages == 0 {
+                break;
+            }
+            let in_time;
+            (queue, in_time) = self.shared.wait(queue, deadline);
+            if !in_time {
+                return Err(SendError::Full(Box::new(message)));
+            }
+        }
+        queue.held_messages += 1;
+        queue.held_bytes += encoded.message_bytes;
+        queue.waiting.push_back(encoded);
+        drop(queue);
+        self.shared.ring_bell();
+        Ok(())
+    }
+
+    /// Queues a message if there is room now.
+    ///
+    /// # Errors
+    /// As [`BulkSender::send`].
+    pub fn try_send(&self, message: BulkOutgoing) -> Result<(), SendError> {
+        self.send(message, Duration::ZERO)
+    }
+
+    /// Waits until the receiver has taken over everything that was queued; says whether it did so in time.
+    ///
+    /// # Errors
+    /// If the link has ended.
+    pub fn drain(&self, timeout: Duration) -> Result<bool, LinkError> {
+        let deadline = Instant::now() + timeout;
+        let mut queue = self.shared.queue();
+        loop {
+            if let Some(error) = &queue.ended {
+                return Err(error.clone());
+            }
+            if queue.held_messages == 0 && queue.slots_out == 0 {
+                return Ok(true);
+            }
+            let in_time;
+            (queue, in_time) = self.shared.wait(queue, deadline);
+            if !in_time {
+                return Ok(false);
+            }
+        }
+    }
+
+    /// Why the link has ended, if it has.
+    pub fn ended(&self) -> Option<LinkError> {
+        self.shared.queue().ended.clone()
+    }
+
+    /// Bytes in the queue, counting the message that is being copied.
+    pub fn queued_bytes(&self) -> u64 {
+        self.shared.queue().held_bytes
+    }
+
+    /// What this end said first.
+    pub fn hello(&self) -> &Hello {
+        &self.hello
+    }
+
+    /// Ends the link at once: what is queued is dropped. Call [`BulkSender::drain`] before to have it delivered.
+    pub fn close(mut self) {
+        self.stop();
+    }
+
+    fn stop(&mut self) {
+        self.shared.closing.store(true, Ordering::Release);
+        self.shared.ring_bell();
+        if let Some(writer) = self.writer.take() {
+            // A panic of the writer was reported by its thread; the link has ended either way.
+            let _ = writer.join();
+        }
+    }
+}
+
+impl Drop for BulkSender {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// The writer thread's own.
+struct Writer {
+    shared: Arc<Shared>,
+    socket: OwnedFd,
+    reader: FrameReader,
+    ring: WriteRing,
+    /// Free slots; the one used last is used next, because it is in the caches.
+    free: Vec<u32>,
+    /// Whether each slot is with the receiver.
+    out: Vec<bool>,
+    sequence: u64,
+    checksum: bool,
+}
+
+impl Writer {
+    fn main(mut self, on_end: impl FnOnce(&LinkError)) {
+        let error = self.run();
+        if error == LinkError::Closed {
+            tracing::debug!("link closed");
+        }
+        let shared = Arc::clone(&self.shared);
+        // Socket and ring go first, so that whoever learns of the end finds them gone.
+        drop(self);
+        {
+            let mut queue = shared.queue();
+            *queue = Queue { ended: Some(error.clone()), ..Queue::default() };
+        }
+        shared.changed.notify_all();
+        if error != LinkError::Closed {
+            on_end(&error);
+        }
+    }
+
+    /// Sends messages until the link ends; says why it did.
+    fn run(&mut self) -> LinkError {
+        loop {
+            let next = self.shared.queue().waiting.pop_front();
+            let result = match next {
+                _ if self.closing() => {
+                    // Between two messages the receiver may know that nothing is missing. It need not hear it.
+                    let frame = Frame::new(FrameKind::Bye).encode();
+                    let _ = rustix::net::send(&self.socket, &frame, SendFlags::NOSIGNAL);
+                    Err(LinkError::Closed)
+                }
+                Some(message) => self.send(&message),
+                None => self.wait(PollFlags::IN),
+            };
+            if let Err(error) = result {
+                return error;
+            }
+        }
+    }
+
+    fn closing(&self) -> bool {
+        self.shared.closing.load(Ordering::Acquire)
+    }
+
+    fn send(&mut self, message: &Encoded) -> Result<(), LinkError> {
+        let header_bytes = message.header.len() as u32;
+        let slot_bytes = self.ring.shape().slot_bytes();
+        for piece in std::iter::once(&message.header[..]).chain(message.parts.iter().map(|part| &part[..])) {
+            for chunk in piece.chunks(slot_bytes) {
+                let slot = self.take_slot()?;
+                let frame = Frame {
+                    slot,
+                    length: chunk.len() as u32,
+                    sequence: self.sequence,
+                    message_bytes: message.message_bytes,
+                    header_bytes,
+                    checksum: self.copy_in(slot, chunk),
+                    ..Frame::new(FrameKind::Chunk)
+                };
+                self.sequence += 1;
+                self.send_frame(&frame.encode())?;
+            }
+        }
+        let mut queue = self.shared.queue();
+        queue.held_messages -= 1;
+        queue.held_bytes -= message.message_bytes;
+        drop(queue);
+        self.shared.changed.notify_all();
+        Ok(())
+    }
+
+    /// Copies a chunk into its slot, block by block so that each is checked while it is in cache.
+    fn copy_in(&mut self, slot: u32, chunk: &[u8]) -> Option<u64> {
+        if !self.checksum {
+            self.ring.write(slot, 0, chunk);
+            return None;
+        }
+        let mut checksum = Checksum::new();
+        for (block, at) in chunk.chunks(COPY_BLOCK_BYTES).zip((0..).step_by(COPY_BLOCK_BYTES)) {
+            checksum.update(block);
+            self.ring.write(slot, at, block);
+        }
+        Some(checksum.finish())
+    }
+
+    fn take_slot(&mut self) -> Result<u32, LinkError> {
+        loop {
+            if self.closing() {
+                return Err(LinkError::Closed);
+            }
+            if let Some(slot) = self.free.pop() {
+                self.out[slot as usize] = true;
+                self.shared.queue().slots_out += 1;
+                return Ok(slot);
+            }
+            self.wait(PollFlags::IN)?;
+        }
+    }
+
+    fn send_frame(&mut self, frame: &[u8; FRAME_BYTES]) -> Result<(), LinkError> {
+        let mut bytes = &frame[..];
+        while !bytes.is_empty() {
+            match rustix::net::send(&self.socket, bytes, SendFlags::NOSIGNAL) {
+                Ok(count) => bytes = &bytes[count..],
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) if self.closing() => return Err(LinkError::Closed),
+                Err(Errno::AGAIN) => self.wait(PollFlags::IN | PollFlags::OUT)?,
+                Err(Errno::PIPE | Errno::CONNRESET) => {
+                    // The receiver may have said why before it went.
+                    self.take_frames()?;
+                    return Err(LinkError::PeerLost { place: "while it was sent a message" });
+                }
+                Err(source) => return Err(LinkError::System { what: "write to the socket", source }),
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for the socket or the bell, and takes in what the receiver says.
+    fn wait(&mut self, interest: PollFlags) -> Result<(), LinkError> {
+        let mut waits = [
+            PollFd::from_borrowed_fd(self.socket.as_fd(), interest),
+            PollFd::from_borrowed_fd(self.shared.bell.as_fd(), PollFlags::IN),
+        ];
+        match rustix::event::poll(&mut waits, None) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(source) => return Err(LinkError::System { what: "wait for the receiver", source }),
+        }
+        if !waits[1].revents().is_empty() {
+            // It does not block, and an empty counter is as good as a read one.
+            let _ = rustix::io::read(&self.shared.bell, &mut [0; 8]);
+        }
+        self.take_frames()
+    }
+
+    /// Takes in the frames that are there.
+    fn take_frames(&mut self) -> Result<(), LinkError> {
+        let mut released = 0;
+        let result = loop {
+            match self.reader.next(&self.socket) {
+                Ok(Read::Got(Frame { kind: FrameKind::Release, slot, .. })) => {
+                    match self.out.get_mut(slot as usize) {
+                        Some(out) if *out => *out = false,
+                        _ => break Err(LinkError::frame(format!("slot {slot} comes back but was not given"))),
+                    }
+                    self.free.push(slot);
+                    released += 1;
+                }
+                Ok(Read::Got(Frame { kind: FrameKind::Refuse, length, .. })) => {
+                    break Err(LinkError::Refused { reason: self.reader.text(&self.socket, length) });
+                }
+                Ok(Read::Got(frame)) => {
+                    break Err(LinkError::frame(format!("{:?} where a slot was expected back", frame.kind)));
+                }
+                Ok(Read::NotYet) => break Ok(()),
+                Ok(Read::End) if self.free.len() == self.out.len() => {
+                    break Err(LinkError::PeerLost { place: "with nothing under way" });
+                }
+                Ok(Read::End) => break Err(LinkError::PeerLost { place: "before it took everything" }),
+                Err(error) => break Err(error),
+            }
+        };
+        if released > 0 {
+            self.shared.queue().slots_out -= released;
+            self.shared.changed.notify_all();
+        }
+        result
+    }
+}

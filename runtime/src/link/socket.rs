@@ -1,0 +1,241 @@
+//! The sockets of a link and the hello with which it begins.
+
+use std::fmt;
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use rustix::io::Errno;
+use rustix::net::sockopt::{self, Timeout};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+};
+use serde::{Deserialize, Serialize};
+
+use super::error::LinkError;
+use super::frame::{FRAME_BYTES, Frame, FrameKind};
+use super::ring::RingShape;
+use crate::ids::{Epoch, Generation, Seat};
+use crate::wire;
+
+/// Largest encoded hello, in bytes. It holds a few numbers.
+const HELLO_LIMIT_BYTES: usize = 256;
+
+/// Connections that may wait to be accepted.
+const BACKLOG: i32 = 128;
+
+/// Bytes of a reason that is told to the peer.
+const REASON_LIMIT_BYTES: usize = 1024;
+
+/// One occupant of one seat.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Endpoint {
+    /// The seat.
+    pub seat: Seat,
+    /// Its occupant.
+    pub generation: Generation,
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} generation {}", self.seat, self.generation)
+    }
+}
+
+/// What a sender says first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// Who sends.
+    pub from: Endpoint,
+    /// Membership of the draft group that the sender knows.
+    pub epoch: Epoch,
+    /// Who is to receive; anybody else refuses.
+    pub to: Endpoint,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Opening {
+    hello: Hello,
+    slots: u32,
+    slot_bytes: u32,
+}
+
+fn address(name: &str) -> Result<SocketAddrUnix, LinkError> {
+    let wrong = || LinkError::Name { name: name.to_owned() };
+    if name.is_empty() {
+        return Err(wrong());
+    }
+    SocketAddrUnix::new_abstract_name(name.as_bytes()).map_err(|_| wrong())
+}
+
+fn stream_socket() -> Result<OwnedFd, LinkError> {
+    rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+        .map_err(LinkError::system("make a socket"))
+}
+
+/// A listening socket.
+pub(super) fn listen(name: &str) -> Result<OwnedFd, LinkError> {
+    let (address, socket) = (address(name)?, stream_socket()?);
+    rustix::net::bind(&socket, &address).map_err(|error| match error {
+        Errno::ADDRINUSE => LinkError::NameTaken { name: name.to_owned() },
+        source => LinkError::System { what: "bind a link name", source },
+    })?;
+    rustix::net::listen(&socket, BACKLOG).map_err(LinkError::system("listen on a link name"))?;
+    Ok(socket)
+}
+
+/// A connected socket whose peer is of the same user. Every call on it gives up after `timeout_ms`.
+pub(super) fn connect(name: &str, timeout_ms: u64) -> Result<OwnedFd, LinkError> {
+    let (address, socket) = (address(name)?, stream_socket()?);
+    limit_waits(&socket, Some(timeout_ms))?;
+    rustix::net::connect(&socket, &address).map_err(|error| match error {
+        Errno::CONNREFUSED => LinkError::NoListener { name: name.to_owned() },
+        Errno::AGAIN => LinkError::Silent { timeout_ms },
+        source => LinkError::System { what: "connect to a link name", source },
+    })?;
+    check_user(&socket)?;
+    Ok(socket)
+}
+
+/// Makes blocking calls give up with `AGAIN` after so long, or never.
+pub(super) fn limit_waits(socket: impl AsFd, timeout_ms: Option<u64>) -> Result<(), LinkError> {
+    // The system takes zero for "never".
+    let timeout = timeout_ms.map(|timeout_ms| Duration::from_millis(timeout_ms.max(1)));
+    for direction in [Timeout::Recv, Timeout::Send] {
+        sockopt::set_socket_timeout(&socket, direction, timeout)
+            .map_err(LinkError::system("set a time limit on a socket"))?;
+    }
+    Ok(())
+}
+
+/// Names in the abstract namespace have no permissions, so the peer's user is checked instead.
+pub(super) fn check_user(socket: impl AsFd) -> Result<(), LinkError> {
+    let peer = sockopt::socket_peercred(socket).map_err(LinkError::system("ask who the peer is"))?;
+    let own = rustix::process::geteuid();
+    if peer.uid == own {
+        Ok(())
+    } else {
+        Err(LinkError::OtherUser { peer_uid: peer.uid.as_raw(), own_uid: own.as_raw() })
+    }
+}
+
+/// Sends the hello and the ring's descriptor.
+pub(super) fn send_hello(
+    socket: impl AsFd,
+    hello: &Hello,
+    shape: RingShape,
+    ring: BorrowedFd<'_>,
+) -> Result<(), LinkError> {
+    let opening = Opening { hello: *hello, slots: shape.slots(), slot_bytes: shape.slot_bytes() as u32 };
+    let body = wire::encode(&opening).map_err(|error| LinkError::Header { reason: error.to_string() })?;
+    let frame = Frame { length: body.len() as u32, ..Frame::new(FrameKind::Hello) }.encode();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let descriptors = [ring];
+    let fits = control.push(SendAncillaryMessage::ScmRights(&descriptors));
+    debug_assert!(fits, "the space is made for one descriptor");
+    let slices = [IoSlice::new(&frame), IoSlice::new(&body)];
+    let sent = loop {
+        match rustix::net::sendmsg(&socket, &slices, &mut control, SendFlags::NOSIGNAL) {
+            Err(Errno::INTR) => {}
+            result => break result.map_err(LinkError::system("send a hello"))?,
+        }
+    };
+    if sent != frame.len() + body.len() {
+        return Err(LinkError::System { what: "send a hello in one piece", source: Errno::MSGSIZE });
+    }
+    Ok(())
+}
+
+/// Receives a hello and the descriptor that must come with it.
+pub(super) fn receive_hello(
+    socket: impl AsFd,
+    timeout_ms: u64,
+) -> Result<(Hello, RingShape, OwnedFd), LinkError> {
+    let mut bytes = [0; FRAME_BYTES];
+    let (count, mut descriptors) = receive_with_descriptors(&socket, &mut bytes, timeout_ms)?;
+    receive_exactly(&socket, &mut bytes[count..], timeout_ms)?;
+    let frame = Frame::decode(&bytes)?;
+    if frame.kind != FrameKind::Hello {
+        return Err(LinkError::frame(format!("{:?} where a hello was expected", frame.kind)));
+    }
+    let length = frame.length as usize;
+    if length > HELLO_LIMIT_BYTES {
+        return Err(LinkError::frame(format!("a hello of {length} bytes exceeds {HELLO_LIMIT_BYTES}")));
+    }
+    let mut body = [0; HELLO_LIMIT_BYTES];
+    receive_exactly(&socket, &mut body[..length], timeout_ms)?;
+    let opening: Opening =
+        wire::decode(&body[..length]).map_err(|error| LinkError::Header { reason: error.to_string() })?;
+    match (descriptors.pop(), descriptors.is_empty()) {
+        (Some(ring), true) => {
+            Ok((opening.hello, RingShape::new(opening.slots, opening.slot_bytes)?, ring))
+        }
+        _ => Err(LinkError::Ring { reason: "exactly one descriptor must come with a hello".to_owned() }),
+    }
+}
+
+fn receive_with_descriptors(
+    socket: impl AsFd,
+    bytes: &mut [u8],
+    timeout_ms: u64,
+) -> Result<(usize, Vec<OwnedFd>), LinkError> {
+    // Room for one too many, to notice it; the system closes what does not fit.
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let received = loop {
+        let mut slices = [IoSliceMut::new(bytes)];
+        match rustix::net::recvmsg(&socket, &mut slices, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(silence(error, timeout_ms)),
+            Ok(received) => break received.bytes,
+        }
+    };
+    let descriptors = control
+        .drain()
+        .filter_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
+            _ => None,
+        })
+        .flatten()
+        .collect();
+    if received == 0 {
+        return Err(LinkError::PeerLost { place: "before its hello" });
+    }
+    Ok((received, descriptors))
+}
+
+fn receive_exactly(socket: impl AsFd, mut bytes: &mut [u8], timeout_ms: u64) -> Result<(), LinkError> {
+    while !bytes.is_empty() {
+        match rustix::net::recv(&socket, &mut *bytes, RecvFlags::empty()) {
+            Ok((0, _)) => return Err(LinkError::PeerLost { place: "in the middle of its hello" }),
+            Ok((count, _)) => bytes = &mut bytes[count..],
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(silence(error, timeout_ms)),
+        }
+    }
+    Ok(())
+}
+
+fn silence(error: Errno, timeout_ms: u64) -> LinkError {
+    match error {
+        Errno::AGAIN => LinkError::Silent { timeout_ms },
+        Errno::CONNRESET => LinkError::PeerLost { place: "before its hello" },
+        source => LinkError::System { what: "receive a hello", source },
+    }
+}
+
+/// Tells the peer why the link ends, if it still listens. Never waits.
+pub(super) fn send_refusal(socket: impl AsFd, error: &LinkError) {
+    let text = error.to_string();
+    let mut end = text.len().min(REASON_LIMIT_BYTES);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    let mut bytes = Frame { length: end as u32, ..Frame::new(FrameKind::Refuse) }.encode().to_vec();
+    bytes.extend_from_slice(&text.as_bytes()[..end]);
+    // The peer may be gone or flooded; the end of the link tells it enough.
+    let _ = rustix::net::send(socket, &bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+}
