@@ -124,12 +124,11 @@ pub trait Device: Send + Sync + 'static {
         lse: &mut [f32],
     );
 
-    /// Backward of [`Device::attention`], from its results `out` and `lse` and the gradient `dout`.
+    /// Backward of [`Device::attention`], from its `lse` and the gradient `dout` of its result.
     fn attention_backward(
         &self,
         attention: &Attention<'_>,
         inputs: &AttentionInputs<'_>,
-        out: &[f32],
         lse: &[f32],
         dout: &[f32],
         gradients: AttentionGradients<'_>,

@@ -150,7 +150,7 @@ impl<D: Device> Core<D> {
         let (dk, dk_diagonal) = d.k.split_at_mut(shared);
         let (dv, dv_diagonal) = d.v.split_at_mut(shared);
         let gradients = AttentionGradients {
-            dq: &mut d.q[queries.clone()],
+            dq: &mut d.q[queries],
             dk,
             dv,
             dk_diagonal,
@@ -161,11 +161,8 @@ impl<D: Device> Core<D> {
             plan: &plan.attention,
             diagonals: step,
         };
-        let (out, lse) = (
-            &a.attention[queries],
-            &a.lse[sizes.of_step(step, self.spec.heads)],
-        );
-        device.attention_backward(&attention, &inputs, out, lse, &d.attention, gradients);
+        let lse = &a.lse[sizes.of_step(step, self.spec.heads)];
+        device.attention_backward(&attention, &inputs, lse, &d.attention, gradients);
     }
 
     fn rotate_backward(

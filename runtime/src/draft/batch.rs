@@ -119,12 +119,12 @@ impl DraftBatch {
         ids
     }
 
-    /// The documents, and the padding as one more: its positions see only each other.
+    /// The documents, and each position of the padding as one more: it sees only itself.
     pub(super) fn segments(&self) -> impl Iterator<Item = Range<usize>> + '_ {
         let end = self.documents.last().map_or(0, |document| document.end);
         self.documents
             .iter()
             .cloned()
-            .chain((end < self.len()).then_some(end..self.len()))
+            .chain((end..self.len()).map(|position| position..position + 1))
     }
 }

@@ -137,7 +137,11 @@ fn packed_weights_give_the_bits_of_widened_ones() {
 fn finite_differences(x: &[f32], weight: &[f32], gradient: &[f32], f: impl Fn(&[f64]) -> Vec<f64>) {
     let x = widened(x);
     let value = |x: &[f64]| -> f64 { f(x).iter().zip(weight).map(|(y, &w)| y * f64::from(w)).sum() };
-    let numeric: Vec<f64> = (0..x.len())
+    // A prime stride: every part of a large tensor is sampled, none is systematically missed.
+    let places: Vec<usize> = (0..x.len()).step_by(if x.len() > 400 { 13 } else { 1 }).collect();
+    let gradient: Vec<f32> = places.iter().map(|&i| gradient[i]).collect();
+    let numeric: Vec<f64> = places
+        .into_iter()
         .map(|i| {
             let step = 1e-5;
             let (mut up, mut down) = (x.clone(), x.clone());
@@ -146,7 +150,7 @@ fn finite_differences(x: &[f32], weight: &[f32], gradient: &[f32], f: impl Fn(&[
             (value(&up) - value(&down)) / (2.0 * step)
         })
         .collect();
-    close(gradient, &numeric, 5e-6);
+    close(&gradient, &numeric, 5e-6);
 }
 
 fn rms_norm_f64(x: &[f64], weight: &[f64], epsilon: f64) -> Vec<f64> {
@@ -372,7 +376,7 @@ fn attention_case(
             dk_diagonal: &mut dkd,
             dv_diagonal: &mut dvd,
         };
-        device.attention_backward(&attention, &inputs, &out, &lse, &dout, gradients);
+        device.attention_backward(&attention, &inputs, &lse, &dout, gradients);
         if threads == 1 {
             finite_differences(&q, &dout, &dq, |q| reference.forward(q, &k64, &v64, &kd64, &vd64));
             finite_differences(&k, &dout, &dk, |k| reference.forward(&q64, k, &v64, &kd64, &vd64));
