@@ -134,3 +134,64 @@ pub struct HiddenRow {
     /// Their hidden states.
     pub hidden: HiddenStates,
 }
+
+impl HiddenRow {
+    /// The same documents in rows of at most `tokens`, in order; a longer document has a row of its own.
+    pub fn split(&self, tokens: usize) -> Vec<Self> {
+        let token_bytes = self.hidden.states * self.hidden.hidden * self.hidden.dtype.bytes();
+        let mut rows: Vec<Self> = Vec::new();
+        for range in self.row.documents() {
+            if rows.last().is_none_or(|row| row.row.len() + range.len() > tokens) {
+                let hidden = HiddenStates { bytes: Vec::new(), ..self.hidden };
+                rows.push(Self { row: PackedRow::default(), hidden });
+            }
+            if let Some(row) = rows.last_mut() {
+                row.row.tokens.extend_from_slice(&self.row.tokens[range.clone()]);
+                row.row.loss_mask.extend_from_slice(&self.row.loss_mask[range.clone()]);
+                row.row.document_lengths.push(range.len() as u32);
+                let bytes = range.start * token_bytes..range.end * token_bytes;
+                row.hidden.bytes.extend_from_slice(&self.hidden.bytes[bytes]);
+            }
+        }
+        rows
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_split_row_has_the_same_documents() {
+        let mut row = PackedRow::default();
+        let mut next = 0;
+        for length in [3_usize, 4, 9, 2] {
+            let tokens: Vec<u32> = (next..next + length as u32).collect();
+            next += length as u32;
+            row.push(&Sample { loss_mask: vec![1; length], tokens });
+        }
+        let mut hidden = HiddenStates::zeros(HiddenDtype::F32, row.len(), 2, 3);
+        for token in 0..row.len() {
+            for state in 0..2 {
+                hidden.set(token, state, &[token as f32, state as f32, 1.0]);
+            }
+        }
+        let whole = HiddenRow { row, hidden };
+        let parts = whole.split(8);
+        let lengths: Vec<_> = parts.iter().map(|part| part.row.document_lengths.clone()).collect();
+        assert_eq!(lengths, [vec![3, 4], vec![9], vec![2]]);
+        let mut token = 0;
+        for part in &parts {
+            assert!(part.row.is_consistent());
+            assert_eq!(part.hidden.tokens(), part.row.len());
+            for at in 0..part.row.len() {
+                let mut state = [0.0; 3];
+                part.hidden.read(at, 1, &mut state);
+                assert_eq!(state, [token as f32, 1.0, 1.0]);
+                assert_eq!(part.row.tokens[at], token);
+                token += 1;
+            }
+        }
+        assert_eq!(token as usize, whole.row.len());
+    }
+}

@@ -317,10 +317,13 @@ impl ClusterState {
         let (summary, checkpoint) = match &outcome {
             Outcome::Completed { checkpoint, acceptance } => {
                 let length = acceptance.as_ref().and_then(Acceptance::length);
-                let length = length.map(|l| format!(", acceptance length {l:.2}")).unwrap_or_default();
-                (format!("completed{length}"), checkpoint.clone())
+                let length = length.map(|l| format!(", mean acceptance length {l:.2} on held-out answers")).unwrap_or_default();
+                let place = checkpoint.as_ref().map(|c| format!(", checkpoint in {}", c.display())).unwrap_or_default();
+                (format!("completed{length}{place}"), checkpoint.clone())
             }
-            Outcome::Drained { checkpoint } => ("drained; launch it again to go on".to_owned(), checkpoint.clone()),
+            Outcome::Drained { checkpoint } => {
+                ("stopped as asked; the same command goes on from here".to_owned(), checkpoint.clone())
+            }
             Outcome::Failed { report } => (format!("failed: {report}"), None),
         };
         self.show(MonitorMessage::Finished { summary, checkpoint });

@@ -17,14 +17,14 @@ use eaglet_runtime::ids::{Generation, Seat};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 /// Environment variable that carries the launch's token to a rank; arguments can be read by every user.
-pub const TOKEN_VARIABLE: &str = "EAGLET_TOKEN";
+pub const TOKEN_VARIABLE: &str = "EAGLET_RANK_TOKEN";
 
 /// How much of a log is shown when its rank is lost.
 const LOG_TAIL_BYTES: u64 = 1200;
 
 /// What every rank of this launch is started with.
 #[derive(Clone, Debug)]
-pub struct Host {
+pub(super) struct Host {
     /// The `eaglet` executable.
     pub executable: PathBuf,
     /// Where the coordinator listens.
@@ -33,11 +33,13 @@ pub struct Host {
     pub token: String,
     /// The run directory.
     pub run_directory: PathBuf,
+    /// Format of the ranks' log files.
+    pub log_format: String,
 }
 
 /// A started process.
 #[derive(Debug)]
-pub struct Process {
+pub(super) struct Process {
     /// Its number.
     pub pid: u32,
     descriptor: Arc<OwnedFd>,
@@ -45,7 +47,7 @@ pub struct Process {
 
 impl Process {
     /// Kills it; nothing happens if it is gone.
-    pub fn kill(&self) {
+    pub(super) fn kill(&self) {
         // The only failure is that the process is gone, which is what was wanted.
         let _ = pidfd_send_signal(&self.descriptor, Signal::KILL);
     }
@@ -56,7 +58,7 @@ impl Host {
     ///
     /// # Errors
     /// If the process cannot be started.
-    pub fn start(
+    pub(super) fn start(
         &self,
         seat: Seat,
         generation: Generation,
@@ -71,6 +73,7 @@ impl Host {
             .args(["--generation", &generation.to_string()])
             .arg("--run-directory")
             .arg(&self.run_directory)
+            .args(["--log-format", &self.log_format])
             .args(["--parent", &std::process::id().to_string()])
             .env(TOKEN_VARIABLE, &self.token)
             .stdin(Stdio::null())
@@ -104,12 +107,12 @@ impl Host {
     }
 
     /// Where a rank's standard output and error go.
-    pub fn output_path(&self, seat: Seat) -> PathBuf {
+    pub(super) fn output_path(&self, seat: Seat) -> PathBuf {
         self.run_directory.join("logs").join(format!("{seat}.out"))
     }
 
     /// The last lines that a rank wrote to standard error.
-    pub fn last_words(&self, seat: Seat) -> String {
+    pub(super) fn last_words(&self, seat: Seat) -> String {
         tail(&self.output_path(seat)).unwrap_or_default()
     }
 }

@@ -36,6 +36,8 @@ use crate::recipe;
 pub struct LaunchOptions {
     /// The `eaglet` executable that ranks are started from.
     pub executable: PathBuf,
+    /// Format of the ranks' log files: `text` or `json`.
+    pub log_format: String,
 }
 
 /// A running cluster.
@@ -144,6 +146,7 @@ pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Re
             coordinator: address.to_string(),
             token,
             run_directory: directory,
+            log_format: options.log_format,
         },
         config: serde_json::to_string(&config)?,
         registry,

@@ -230,6 +230,7 @@ impl MonitorState {
     fn note(&mut self, text: String) {
         let seconds = self.started.elapsed().as_secs();
         let time = format!("{:02}:{:02}:{:02}", seconds / 3600, seconds / 60 % 60, seconds % 60);
+        self.snapshot.events_total += 1;
         let events = &mut self.snapshot.events;
         events.push(monitor::Event { time, text });
         if events.len() > EVENTS {

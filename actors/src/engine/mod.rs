@@ -33,7 +33,7 @@ use std::path::PathBuf;
 pub use command::{Command, Event, Notice, Outcome, StepReport};
 use eaglet_runtime::control::{Acceptance, RankEvent};
 use eaglet_runtime::digest::Digest;
-use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, SampleSeq, Seat, Step};
+use eaglet_runtime::ids::{Epoch, Generation, RowId, SampleSeq, Seat, Step};
 use eaglet_runtime::samples::Location;
 pub use ledger::LedgerCounts;
 pub use replay::ReplayError;
@@ -302,12 +302,5 @@ impl Engine {
     /// Samples taken in so far, accepted or refused.
     pub fn samples_taken_in(&self) -> u64 {
         self.next_sample.0
-    }
-
-    fn role_seats(&self, role: Role) -> u16 {
-        match role {
-            Role::Draft => self.settings.draft_seats,
-            Role::Verifier => self.settings.verifier_seats,
-        }
     }
 }

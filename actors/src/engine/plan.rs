@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use eaglet_runtime::ids::{SampleSeq, Step, Unit};
-use eaglet_runtime::samples::{Location, packing};
+use eaglet_runtime::samples::{Location, plan_step};
 
 use super::ledger::UnitState;
 use super::{Engine, Phase, SampleFact};
@@ -114,7 +114,7 @@ impl Engine {
 
     fn plan_from(&self, units: &BTreeSet<Unit>) -> Option<Vec<Vec<Unit>>> {
         let lengths = units.iter().filter_map(|&unit| Some((unit, self.samples.get(&unit.sample)?.tokens)));
-        let rows = packing::plan_step(
+        let rows = plan_step(
             lengths,
             usize::from(self.settings.draft_seats),
             self.settings.tokens_per_row,

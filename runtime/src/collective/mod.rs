@@ -5,6 +5,8 @@
 
 mod reduce;
 mod segments;
+#[cfg(test)]
+mod tests;
 
 pub use reduce::{CollectiveError, Outgoing, Phase, ReduceShape, SeatOrderedReduce};
 pub use segments::Segments;

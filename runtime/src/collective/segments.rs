@@ -18,7 +18,10 @@ pub struct Segments {
 impl Segments {
     /// A cut for `seats` seats, of which there is at least one.
     pub fn new(elements: usize, seats: u16) -> Self {
-        Self { elements, seats: seats.max(1) }
+        Self {
+            elements,
+            seats: seats.max(1),
+        }
     }
 
     /// Number of seats and of segments.
@@ -57,7 +60,10 @@ mod tests {
                 for segment in 0..seats {
                     let range = segments.range(segment);
                     assert_eq!(range.start, next);
-                    assert!(range.start % ALIGN_ELEMENTS == 0 || range.is_empty(), "{elements} / {seats}");
+                    assert!(
+                        range.start % ALIGN_ELEMENTS == 0 || range.is_empty(),
+                        "{elements} / {seats}"
+                    );
                     let share = elements as f64 / f64::from(seats);
                     assert!((range.len() as f64 - share).abs() <= 2.0 * ALIGN_ELEMENTS as f64);
                     next = range.end;

@@ -48,7 +48,11 @@ struct Parts {
 
 impl Parts {
     fn skip_full(&mut self) {
-        while self.buffers.get(self.at).is_some_and(|buffer| buffer.len() == self.filled) {
+        while self
+            .buffers
+            .get(self.at)
+            .is_some_and(|buffer| buffer.len() == self.filled)
+        {
             self.at += 1;
             self.filled = 0;
         }
@@ -66,20 +70,31 @@ impl Connection {
                 Read::Got(frame) => frame,
                 Read::NotYet => continue,
                 Read::End if assembly.is_some() => {
-                    return Err(LinkError::PeerLost { place: "in the middle of a message" });
+                    return Err(LinkError::PeerLost {
+                        place: "in the middle of a message",
+                    });
                 }
-                Read::End => return Err(LinkError::PeerLost { place: "between two messages" }),
+                Read::End => {
+                    return Err(LinkError::PeerLost {
+                        place: "between two messages",
+                    });
+                }
             };
             match frame.kind {
                 FrameKind::Chunk => {}
                 FrameKind::Bye if assembly.is_none() => return Ok(()),
                 FrameKind::Refuse => {
-                    return Err(LinkError::Refused { reason: reader.text(&*self.socket, frame.length) });
+                    return Err(LinkError::Refused {
+                        reason: reader.text(&*self.socket, frame.length),
+                    });
                 }
                 kind => return Err(LinkError::frame(format!("{kind:?} where a chunk was expected"))),
             }
             if frame.sequence != sequence {
-                return Err(LinkError::frame(format!("chunk {} where {sequence} was expected", frame.sequence)));
+                return Err(LinkError::frame(format!(
+                    "chunk {} where {sequence} was expected",
+                    frame.sequence
+                )));
             }
             sequence += 1;
             let mut current = match assembly.take() {
@@ -87,8 +102,18 @@ impl Connection {
                 None => self.begin(&frame)?,
             };
             if self.take_chunk(&mut current, &frame)? {
-                if let Some(Parts { header, buffers, charge, .. }) = current.parts {
-                    deliver(BulkMessage { header, parts: buffers, charge });
+                if let Some(Parts {
+                    header,
+                    buffers,
+                    charge,
+                    ..
+                }) = current.parts
+                {
+                    deliver(BulkMessage {
+                        header,
+                        parts: buffers,
+                        charge,
+                    });
                 }
             } else {
                 assembly = Some(current);
@@ -99,20 +124,32 @@ impl Connection {
     fn begin(&self, frame: &Frame) -> Result<Assembly, LinkError> {
         let (message_bytes, header_bytes) = (frame.message_bytes, frame.header_bytes as usize);
         if message_bytes > self.max_message_bytes {
-            return Err(LinkError::TooLarge { bytes: message_bytes, limit_bytes: self.max_message_bytes });
+            return Err(LinkError::TooLarge {
+                bytes: message_bytes,
+                limit_bytes: self.max_message_bytes,
+            });
         }
         if header_bytes == 0 || header_bytes > BODY_LIMIT_BYTES || header_bytes as u64 > message_bytes {
             return Err(LinkError::frame(format!(
                 "a header of {header_bytes} bytes in a message of {message_bytes}"
             )));
         }
-        Ok(Assembly { message_bytes, header_bytes, header: Vec::new(), parts: None })
+        Ok(Assembly {
+            message_bytes,
+            header_bytes,
+            header: Vec::new(),
+            parts: None,
+        })
     }
 
     /// Takes one chunk over; says whether the message is whole.
     fn take_chunk(&self, assembly: &mut Assembly, frame: &Frame) -> Result<bool, LinkError> {
-        if (frame.message_bytes, frame.header_bytes as usize) != (assembly.message_bytes, assembly.header_bytes) {
-            return Err(LinkError::frame("its message has other lengths than in the chunk before"));
+        if (frame.message_bytes, frame.header_bytes as usize)
+            != (assembly.message_bytes, assembly.header_bytes)
+        {
+            return Err(LinkError::frame(
+                "its message has other lengths than in the chunk before",
+            ));
         }
         match &mut assembly.parts {
             None => {
@@ -146,11 +183,18 @@ impl Connection {
     fn chunk_length(&self, frame: &Frame, left: usize) -> Result<usize, LinkError> {
         let shape = self.ring.shape();
         if frame.slot >= shape.slots() {
-            return Err(LinkError::frame(format!("slot {} of {}", frame.slot, shape.slots())));
+            return Err(LinkError::frame(format!(
+                "slot {} of {}",
+                frame.slot,
+                shape.slots()
+            )));
         }
         let wanted = left.min(shape.slot_bytes());
         if frame.length as usize != wanted {
-            return Err(LinkError::frame(format!("a chunk of {} bytes where {wanted} were expected", frame.length)));
+            return Err(LinkError::frame(format!(
+                "a chunk of {} bytes where {wanted} were expected",
+                frame.length
+            )));
         }
         Ok(wanted)
     }
@@ -158,14 +202,25 @@ impl Connection {
     /// Checks a whole header, waits until the budget has room for its parts and takes buffers for them.
     fn prepare_parts(&self, assembly: &mut Assembly) -> Result<Parts, LinkError> {
         let from = self.peer.from;
-        let header = decode_header(&assembly.header, assembly.message_bytes, from.seat, from.generation)?;
+        let header = decode_header(
+            &assembly.header,
+            assembly.message_bytes,
+            from.seat,
+            from.generation,
+        )?;
         assembly.header = Vec::new();
         let weight_bytes = 4 * assembly.header_bytes as u64 + HEADER_OVERHEAD_BYTES;
         self.wait_for_room(weight_bytes + assembly.message_bytes)?;
         let charge = self.budget.charge(weight_bytes);
         let take = |&bytes: &u64| self.pool.take_charged(bytes as usize, self.budget.charge(bytes));
         let buffers = header.parts.iter().map(take).collect();
-        let mut parts = Parts { header, buffers, charge, at: 0, filled: 0 };
+        let mut parts = Parts {
+            header,
+            buffers,
+            charge,
+            at: 0,
+            filled: 0,
+        };
         parts.skip_full();
         Ok(parts)
     }
@@ -179,10 +234,17 @@ impl Connection {
             ];
             match rustix::event::poll(&mut waits, None) {
                 Ok(_) | Err(Errno::INTR) => {}
-                Err(source) => return Err(LinkError::System { what: "wait for room", source }),
+                Err(source) => {
+                    return Err(LinkError::System {
+                        what: "wait for room",
+                        source,
+                    });
+                }
             }
             if !waits[0].revents().is_empty() {
-                return Err(LinkError::PeerLost { place: "while its message waited for room" });
+                return Err(LinkError::PeerLost {
+                    place: "while its message waited for room",
+                });
             }
             self.budget.hush();
         }
@@ -196,19 +258,31 @@ impl Connection {
             return Ok(());
         };
         let mut checksum = Checksum::new();
-        for (block, at) in into.chunks_mut(COPY_BLOCK_BYTES).zip((0..).step_by(COPY_BLOCK_BYTES)) {
+        for (block, at) in into
+            .chunks_mut(COPY_BLOCK_BYTES)
+            .zip((0..).step_by(COPY_BLOCK_BYTES))
+        {
             self.ring.read(frame.slot, at, block);
             checksum.update(block);
         }
         let actual = checksum.finish();
         if actual != announced {
-            return Err(LinkError::Checksum { sequence: frame.sequence, slot: frame.slot, announced, actual });
+            return Err(LinkError::Checksum {
+                sequence: frame.sequence,
+                slot: frame.slot,
+                announced,
+                actual,
+            });
         }
         Ok(())
     }
 
     fn release(&self, slot: u32) -> Result<(), LinkError> {
-        let frame = Frame { slot, ..Frame::new(FrameKind::Release) }.encode();
+        let frame = Frame {
+            slot,
+            ..Frame::new(FrameKind::Release)
+        }
+        .encode();
         let mut bytes = &frame[..];
         while !bytes.is_empty() {
             match rustix::net::send(&*self.socket, bytes, SendFlags::NOSIGNAL) {
@@ -216,7 +290,12 @@ impl Connection {
                 Err(Errno::INTR) => {}
                 // Its last messages may still lie in the ring; the end of the frames will tell.
                 Err(Errno::PIPE | Errno::CONNRESET) => return Ok(()),
-                Err(source) => return Err(LinkError::System { what: "give a slot back", source }),
+                Err(source) => {
+                    return Err(LinkError::System {
+                        what: "give a slot back",
+                        source,
+                    });
+                }
             }
         }
         Ok(())

@@ -52,7 +52,9 @@ pub enum LinkError {
         reason: String,
     },
     /// The peer runs as somebody else.
-    #[error("the peer runs as user {peer_uid}, this process as {own_uid}; both ends of a link need the same user")]
+    #[error(
+        "the peer runs as user {peer_uid}, this process as {own_uid}; both ends of a link need the same user"
+    )]
     OtherUser {
         /// User of the peer.
         peer_uid: u32,
@@ -100,7 +102,9 @@ pub enum LinkError {
         reason: String,
     },
     /// The bytes of a slot are not those that were sent.
-    #[error("chunk {sequence} in slot {slot} is damaged: its checksum is {actual:016x} instead of {announced:016x}")]
+    #[error(
+        "chunk {sequence} in slot {slot} is damaged: its checksum is {actual:016x} instead of {announced:016x}"
+    )]
     Checksum {
         /// Number of the chunk on its connection.
         sequence: u64,
@@ -118,7 +122,9 @@ pub enum LinkError {
         reason: String,
     },
     /// A message is larger than allowed.
-    #[error("a message of {bytes} bytes exceeds the limit of {limit_bytes}; split it or raise max_message_bytes")]
+    #[error(
+        "a message of {bytes} bytes exceeds the limit of {limit_bytes}; split it or raise max_message_bytes"
+    )]
     TooLarge {
         /// Its size.
         bytes: u64,
@@ -149,7 +155,9 @@ impl LinkError {
     }
 
     pub(super) fn frame(reason: impl Into<String>) -> Self {
-        Self::Frame { reason: reason.into() }
+        Self::Frame {
+            reason: reason.into(),
+        }
     }
 }
 

@@ -48,9 +48,16 @@ pub(super) enum FrameKind {
 
 impl FrameKind {
     fn from_byte(byte: u8) -> Option<Self> {
-        [Self::Hello, Self::Welcome, Self::Refuse, Self::Chunk, Self::Release, Self::Bye]
-            .into_iter()
-            .find(|&kind| kind as u8 == byte)
+        [
+            Self::Hello,
+            Self::Welcome,
+            Self::Refuse,
+            Self::Chunk,
+            Self::Release,
+            Self::Bye,
+        ]
+        .into_iter()
+        .find(|&kind| kind as u8 == byte)
     }
 }
 
@@ -70,7 +77,15 @@ pub(super) struct Frame {
 impl Frame {
     /// A frame whose other fields are zero.
     pub(super) fn new(kind: FrameKind) -> Self {
-        Self { kind, slot: 0, length: 0, sequence: 0, message_bytes: 0, header_bytes: 0, checksum: None }
+        Self {
+            kind,
+            slot: 0,
+            length: 0,
+            sequence: 0,
+            message_bytes: 0,
+            header_bytes: 0,
+            checksum: None,
+        }
     }
 
     pub(super) fn encode(&self) -> [u8; FRAME_BYTES] {
@@ -95,7 +110,10 @@ impl Frame {
             std::array::from_fn(|i| bytes[start + i])
         }
         if bytes[0..4] != MAGIC {
-            return Err(LinkError::frame(format!("it starts with {:02x?} instead of {MAGIC:02x?}", &bytes[0..4])));
+            return Err(LinkError::frame(format!(
+                "it starts with {:02x?} instead of {MAGIC:02x?}",
+                &bytes[0..4]
+            )));
         }
         let version = u16::from_le_bytes(field(bytes, 4));
         if version != VERSION {
@@ -105,7 +123,9 @@ impl Frame {
         }
         let (announced, actual) = (u32::from_le_bytes(field(bytes, 44)), crc32c::crc32c(&bytes[..44]));
         if announced != actual {
-            return Err(LinkError::frame(format!("its crc32c is {actual:08x} instead of {announced:08x}")));
+            return Err(LinkError::frame(format!(
+                "its crc32c is {actual:08x} instead of {announced:08x}"
+            )));
         }
         let kind = FrameKind::from_byte(bytes[6])
             .ok_or_else(|| LinkError::frame(format!("unknown kind {}", bytes[6])))?;
@@ -143,7 +163,11 @@ impl FrameReader {
     const BUFFER_BYTES: usize = 32 * FRAME_BYTES;
 
     pub(super) fn new() -> Self {
-        Self { buffer: Box::new([0; Self::BUFFER_BYTES]), start: 0, end: 0 }
+        Self {
+            buffer: Box::new([0; Self::BUFFER_BYTES]),
+            start: 0,
+            end: 0,
+        }
     }
 
     /// The next frame.
@@ -180,12 +204,25 @@ impl FrameReader {
             }
             match rustix::net::recv(&socket, &mut self.buffer[self.end..], RecvFlags::empty()) {
                 Ok((0, _)) if self.end == 0 => return Ok(Read::End),
-                Ok((0, _)) => return Err(LinkError::PeerLost { place: "in the middle of a frame" }),
+                Ok((0, _)) => {
+                    return Err(LinkError::PeerLost {
+                        place: "in the middle of a frame",
+                    });
+                }
                 Ok((count, _)) => self.end += count,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return Ok(Read::NotYet),
-                Err(Errno::CONNRESET) => return Err(LinkError::PeerLost { place: "with frames unread" }),
-                Err(source) => return Err(LinkError::System { what: "read from the socket", source }),
+                Err(Errno::CONNRESET) => {
+                    return Err(LinkError::PeerLost {
+                        place: "without reading what it was told",
+                    });
+                }
+                Err(source) => {
+                    return Err(LinkError::System {
+                        what: "read from the socket",
+                        source,
+                    });
+                }
             }
         }
         Ok(Read::Got(()))
@@ -213,7 +250,11 @@ mod tests {
         for kind in 1..=6 {
             let kind = FrameKind::from_byte(kind).expect("known");
             for checksum in [None, Some(0), Some(u64::MAX)] {
-                let frame = Frame { kind, checksum, ..chunk() };
+                let frame = Frame {
+                    kind,
+                    checksum,
+                    ..chunk()
+                };
                 assert_eq!(Frame::decode(&frame.encode()).expect("whole"), frame);
             }
         }

@@ -158,7 +158,10 @@ impl BulkListener {
         });
         let accepting = Arc::clone(&shared);
         let acceptor = spawn("link-accept", move || accept(&accepting))?;
-        Ok(Self { shared, acceptor: Some(acceptor) })
+        Ok(Self {
+            shared,
+            acceptor: Some(acceptor),
+        })
     }
 
     /// The pool from which messages are filled, to give vectors back to.
@@ -216,15 +219,21 @@ impl Shared {
         if result.is_err() {
             self.failed_connections.fetch_add(1, Ordering::Relaxed);
         }
-        (self.inbox)(BulkEvent::Closed { peer, error: result.err() });
+        (self.inbox)(BulkEvent::Closed {
+            peer,
+            error: result.err(),
+        });
     }
 }
 
 fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, LinkError> {
-    std::thread::Builder::new().name(name.to_owned()).spawn(body).map_err(|error| LinkError::System {
-        what: "start a link thread",
-        source: Errno::from_io_error(&error).unwrap_or(Errno::AGAIN),
-    })
+    std::thread::Builder::new()
+        .name(name.to_owned())
+        .spawn(body)
+        .map_err(|error| LinkError::System {
+            what: "start a link thread",
+            source: Errno::from_io_error(&error).unwrap_or(Errno::AGAIN),
+        })
 }
 
 fn accept(shared: &Arc<Shared>) {
@@ -264,7 +273,14 @@ fn admit(shared: &Arc<Shared>, socket: Arc<OwnedFd>) -> Result<(), (Arc<OwnedFd>
         Ok(reader) => reader,
         Err(error) => return Err((socket, error)),
     };
-    registry.open.insert(id, Open { socket, from: None, verdict });
+    registry.open.insert(
+        id,
+        Open {
+            socket,
+            from: None,
+            verdict,
+        },
+    );
     registry.readers.push(reader);
     Ok(())
 }
@@ -274,10 +290,14 @@ fn serve(shared: &Arc<Shared>, id: u64, socket: Arc<OwnedFd>, verdict: &OnceLock
     let (peer, result) = match open(shared, id, &socket) {
         Err((peer, error)) => (peer, Err(error)),
         Ok(connection) => {
-            (shared.inbox)(BulkEvent::Opened { peer: connection.peer });
+            (shared.inbox)(BulkEvent::Opened {
+                peer: connection.peer,
+            });
             let deliver = |message: BulkMessage| {
                 shared.messages.fetch_add(1, Ordering::Relaxed);
-                shared.bytes.fetch_add(message.header.parts.iter().sum(), Ordering::Relaxed);
+                shared
+                    .bytes
+                    .fetch_add(message.header.parts.iter().sum(), Ordering::Relaxed);
                 (shared.inbox)(BulkEvent::Message(message));
             };
             (Some(connection.peer), connection.run(&deliver))
@@ -298,17 +318,12 @@ fn serve(shared: &Arc<Shared>, id: u64, socket: Arc<OwnedFd>, verdict: &OnceLock
 }
 
 /// Takes the hello and accepts or refuses it.
-fn open(
-    shared: &Shared,
-    id: u64,
-    socket: &Arc<OwnedFd>,
-) -> Result<Connection, (Option<Hello>, LinkError)> {
+fn open(shared: &Shared, id: u64, socket: &Arc<OwnedFd>) -> Result<Connection, (Option<Hello>, LinkError)> {
     let early = |error| (None, error);
     let options = &shared.options;
     socket::check_user(&**socket).map_err(early)?;
     socket::limit_waits(&**socket, Some(options.handshake_timeout_ms)).map_err(early)?;
-    let (peer, shape, fd) =
-        socket::receive_hello(&**socket, options.handshake_timeout_ms).map_err(early)?;
+    let (peer, shape, fd) = socket::receive_hello(&**socket, options.handshake_timeout_ms).map_err(early)?;
     let late = |error| (Some(peer), error);
     if peer.to != shared.here {
         let (wanted, here) = (peer.to.to_string(), shared.here.to_string());
@@ -340,7 +355,10 @@ fn open(
 fn fence(registry: &mut Registry, id: u64, from: Endpoint) -> Result<(), LinkError> {
     let newest = registry.newest.entry(from.seat).or_insert(from.generation);
     if *newest > from.generation {
-        return Err(LinkError::Superseded { sender: from.to_string(), newest: newest.0 });
+        return Err(LinkError::Superseded {
+            sender: from.to_string(),
+            newest: newest.0,
+        });
     }
     *newest = from.generation;
     for open in registry.open.values() {
@@ -348,7 +366,10 @@ fn fence(registry: &mut Registry, id: u64, from: Endpoint) -> Result<(), LinkErr
             && old.seat == from.seat
             && old.generation < from.generation
         {
-            open.end(LinkError::Superseded { sender: old.to_string(), newest: from.generation.0 });
+            open.end(LinkError::Superseded {
+                sender: old.to_string(),
+                newest: from.generation.0,
+            });
         }
     }
     if let Some(open) = registry.open.get_mut(&id) {

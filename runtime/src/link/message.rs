@@ -13,7 +13,10 @@ use crate::ids::{Epoch, Generation, RowId, Seat, Step};
 use crate::row::PackedRow;
 use crate::wire;
 
-const _: () = assert!(cfg!(target_endian = "little"), "tensors travel as they lie in memory, which is little-endian");
+const _: () = assert!(
+    cfg!(target_endian = "little"),
+    "tensors travel as they lie in memory, which is little-endian"
+);
 
 /// Header of a message. It precedes the parts and is all that is serialised.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,7 +62,8 @@ pub enum BulkKind {
         /// Number of the segment.
         segment: u16,
     },
-    /// Training state for a replica that starts or is replaced. One part, f32: a run of elements of one flat tensor.
+    /// Training state for a replica that starts or is replaced. The parts, f32, are consecutive runs of elements of one
+    /// flat tensor.
     State {
         /// Steps that the state has seen.
         step: Step,
@@ -69,7 +73,7 @@ pub enum BulkKind {
         digest: Digest,
         /// Elements of the whole tensor.
         elements: u64,
-        /// Where the part begins in it, in elements.
+        /// Where the first part begins in it, in elements.
         first_element: u64,
     },
 }
@@ -88,29 +92,53 @@ pub enum StateKind {
 impl BulkKind {
     /// What contradicts itself in the kind and the lengths of its parts, if anything does.
     pub fn contradiction(&self, parts: &[u64]) -> Option<String> {
-        let &[bytes] = parts else {
-            return Some(format!("it has {} parts instead of 1", parts.len()));
+        let Some(bytes) = parts.iter().try_fold(0_u64, |sum, &part| sum.checked_add(part)) else {
+            return Some("the lengths of its parts overflow".to_owned());
         };
+        if parts.len() != 1 && !matches!(self, Self::State { .. }) {
+            return Some(format!("it has {} parts instead of 1", parts.len()));
+        }
         match self {
-            Self::Hidden { dtype, states, hidden, packed, row, .. } => {
+            Self::Hidden {
+                dtype,
+                states,
+                hidden,
+                packed,
+                row,
+                ..
+            } => {
                 if !packed.is_consistent() {
-                    return Some(format!("tokens, mask and document lengths of the {row} differ in length"));
+                    return Some(format!(
+                        "tokens, mask and document lengths of the {row} differ in length"
+                    ));
                 }
-                let wanted = [packed.len() as u64, u64::from(*states), u64::from(*hidden), dtype.bytes() as u64]
-                    .into_iter()
-                    .try_fold(1_u64, u64::checked_mul);
+                let wanted = [
+                    packed.len() as u64,
+                    u64::from(*states),
+                    u64::from(*hidden),
+                    dtype.bytes() as u64,
+                ]
+                .into_iter()
+                .try_fold(1_u64, u64::checked_mul);
                 (wanted != Some(bytes)).then(|| {
                     let tokens = packed.len();
                     format!("the {row} has {bytes} bytes for [{tokens}, {states}, {hidden}] of {dtype:?}")
                 })
             }
-            Self::Gradient { segment, .. } => {
-                (bytes % 4 != 0).then(|| format!("segment {segment} has {bytes} bytes, which is no number of f32"))
-            }
-            Self::State { what, elements, first_element, .. } => {
+            Self::Gradient { segment, .. } => (bytes % 4 != 0)
+                .then(|| format!("segment {segment} has {bytes} bytes, which is no number of f32")),
+            Self::State {
+                what,
+                elements,
+                first_element,
+                ..
+            } => {
                 let end = first_element.checked_add(bytes / 4);
-                (bytes % 4 != 0 || end.is_none_or(|end| end > *elements)).then(|| {
-                    format!("{bytes} bytes from element {first_element} do not lie in {what:?} of {elements} f32")
+                let whole = parts.iter().all(|part| part % 4 == 0);
+                (!whole || end.is_none_or(|end| end > *elements)).then(|| {
+                    format!(
+                        "{bytes} bytes from element {first_element} do not lie in {what:?} of {elements} f32"
+                    )
                 })
             }
         }
@@ -138,6 +166,7 @@ pub struct BulkMessage {
     /// The tensors, each as long as the header says.
     pub parts: Vec<PooledBuffer>,
     /// The weight of the header.
+    #[expect(dead_code, reason = "it counts until it is dropped")]
     pub(super) charge: Charge,
 }
 
@@ -176,21 +205,37 @@ impl Encoded {
         limit_bytes: u64,
     ) -> Result<Self, LinkError> {
         if message.parts.len() > MAX_PARTS {
-            return Err(LinkError::TooManyParts { parts: message.parts.len() });
+            return Err(LinkError::TooManyParts {
+                parts: message.parts.len(),
+            });
         }
         let lengths: Vec<u64> = message.parts.iter().map(|part| part.len() as u64).collect();
         if let Some(reason) = message.kind.contradiction(&lengths) {
             return Err(LinkError::Header { reason });
         }
         let parts_bytes: u64 = lengths.iter().sum();
-        let header =
-            BulkHeader { from, generation, epoch: message.epoch, kind: message.kind.clone(), parts: lengths };
-        let header = wire::encode(&header).map_err(|error| LinkError::Header { reason: error.to_string() })?;
+        let header = BulkHeader {
+            from,
+            generation,
+            epoch: message.epoch,
+            kind: message.kind.clone(),
+            parts: lengths,
+        };
+        let header = wire::encode(&header).map_err(|error| LinkError::Header {
+            reason: error.to_string(),
+        })?;
         let message_bytes = parts_bytes + header.len() as u64;
         if message_bytes > limit_bytes {
-            return Err(LinkError::TooLarge { bytes: message_bytes, limit_bytes });
+            return Err(LinkError::TooLarge {
+                bytes: message_bytes,
+                limit_bytes,
+            });
         }
-        Ok(Self { header, parts: message.parts.clone(), message_bytes })
+        Ok(Self {
+            header,
+            parts: message.parts.clone(),
+            message_bytes,
+        })
     }
 }
 
@@ -210,11 +255,18 @@ pub(super) fn decode_header(
         )));
     }
     if header.parts.len() > MAX_PARTS {
-        return Err(LinkError::TooManyParts { parts: header.parts.len() });
+        return Err(LinkError::TooManyParts {
+            parts: header.parts.len(),
+        });
     }
-    let total = header.parts.iter().try_fold(bytes.len() as u64, |sum, &part| sum.checked_add(part));
+    let total = header
+        .parts
+        .iter()
+        .try_fold(bytes.len() as u64, |sum, &part| sum.checked_add(part));
     if total != Some(message_bytes) {
-        return Err(wrong(format!("header and parts do not add up to the {message_bytes} bytes of the message")));
+        return Err(wrong(format!(
+            "header and parts do not add up to the {message_bytes} bytes of the message"
+        )));
     }
     match header.kind.contradiction(&header.parts) {
         Some(reason) => Err(wrong(reason)),
@@ -248,7 +300,11 @@ mod tests {
         assert!(hidden(5, 4, 8).contradiction(&[5 * 4 * 8 * 4]).is_some());
         assert!(hidden(5, 4, 8).contradiction(&[]).is_some());
         assert!(hidden(5, 4, 8).contradiction(&[160, 160]).is_some());
-        let gradient = BulkKind::Gradient { step: Step(1), phase: Phase::Finished, segment: 0 };
+        let gradient = BulkKind::Gradient {
+            step: Step(1),
+            phase: Phase::Finished,
+            segment: 0,
+        };
         assert_eq!(gradient.contradiction(&[0]), None);
         assert!(gradient.contradiction(&[7]).is_some());
         let state = |first_element| BulkKind::State {
@@ -259,6 +315,9 @@ mod tests {
             first_element,
         };
         assert_eq!(state(6).contradiction(&[16]), None);
+        assert_eq!(state(6).contradiction(&[4, 0, 12]), None);
+        assert!(state(6).contradiction(&[6, 6, 4]).is_some());
+        assert!(state(6).contradiction(&[u64::MAX, 1]).is_some());
         assert!(state(7).contradiction(&[16]).is_some());
         assert!(state(u64::MAX).contradiction(&[16]).is_some());
     }
@@ -269,13 +328,19 @@ mod tests {
         if let BulkKind::Hidden { packed, .. } = &mut kind {
             packed.loss_mask.pop();
         }
-        assert!(kind.contradiction(&[10]).is_some_and(|reason| reason.contains("differ in length")));
+        assert!(
+            kind.contradiction(&[10])
+                .is_some_and(|reason| reason.contains("differ in length"))
+        );
     }
 
     #[test]
     fn headers_are_checked_against_frames_and_hello() {
-        let message =
-            BulkOutgoing { epoch: Epoch(3), kind: hidden(2, 1, 4), parts: vec![Bytes::from(vec![0; 16])] };
+        let message = BulkOutgoing {
+            epoch: Epoch(3),
+            kind: hidden(2, 1, 4),
+            parts: vec![Bytes::from(vec![0; 16])],
+        };
         let (from, generation) = (Seat::verifier(0), Generation(2));
         let encoded = Encoded::new(&message, from, generation, 1 << 20).expect("small");
         let total = encoded.message_bytes;
@@ -284,6 +349,9 @@ mod tests {
         assert!(decode_header(&encoded.header, total + 1, from, generation).is_err());
         assert!(decode_header(&encoded.header, total, from, Generation(3)).is_err());
         assert!(decode_header(&encoded.header, total, Seat::draft(0), generation).is_err());
-        assert!(matches!(Encoded::new(&message, from, generation, 20), Err(LinkError::TooLarge { .. })));
+        assert!(matches!(
+            Encoded::new(&message, from, generation, 20),
+            Err(LinkError::TooLarge { .. })
+        ));
     }
 }

@@ -29,7 +29,12 @@ struct PoolState {
 impl BufferPool {
     /// A pool that keeps at most `keep_bytes` at rest.
     pub fn new(keep_bytes: usize) -> Self {
-        Self { shared: Arc::new(PoolState { keep_bytes, spare: Mutex::new(Vec::new()) }) }
+        Self {
+            shared: Arc::new(PoolState {
+                keep_bytes,
+                spare: Mutex::new(Vec::new()),
+            }),
+        }
     }
 
     /// A buffer of `length` bytes with unspecified content.
@@ -56,7 +61,12 @@ impl BufferPool {
     }
 
     fn buffer(&self, length: usize, charge: Option<Charge>) -> PooledBuffer {
-        PooledBuffer { bytes: self.vector(length), length, pool: self.clone(), charge }
+        PooledBuffer {
+            bytes: self.vector(length),
+            length,
+            pool: self.clone(),
+            charge,
+        }
     }
 
     /// The smallest vector at rest that is long enough and not more than twice as long, or a new one.
@@ -141,7 +151,10 @@ impl From<PooledBuffer> for bytes::Bytes {
 impl fmt::Debug for PooledBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let charged = self.charge.is_some();
-        f.debug_struct("PooledBuffer").field("length", &self.length).field("charged", &charged).finish()
+        f.debug_struct("PooledBuffer")
+            .field("length", &self.length)
+            .field("charged", &charged)
+            .finish()
     }
 }
 
@@ -157,7 +170,11 @@ impl Budget {
     pub(super) fn new(limit_bytes: u64) -> Result<Arc<Self>, LinkError> {
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(LinkError::system("make an eventfd"))?;
-        Ok(Arc::new(Self { limit_bytes, held_bytes: AtomicU64::new(0), bell }))
+        Ok(Arc::new(Self {
+            limit_bytes,
+            held_bytes: AtomicU64::new(0),
+            bell,
+        }))
     }
 
     /// Whether a message of so many bytes may come in. One always may when nothing is held.
@@ -169,7 +186,10 @@ impl Budget {
     /// Counts bytes until the charge is dropped.
     pub(super) fn charge(self: &Arc<Self>, bytes: u64) -> Charge {
         self.held_bytes.fetch_add(bytes, Ordering::AcqRel);
-        Charge { budget: Arc::clone(self), bytes }
+        Charge {
+            budget: Arc::clone(self),
+            bytes,
+        }
     }
 
     pub(super) fn bell(&self) -> BorrowedFd<'_> {

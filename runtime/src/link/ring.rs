@@ -49,8 +49,13 @@ impl RingShape {
 
     /// Where `length` bytes from `offset` of a slot begin in the ring.
     fn place(self, slot: u32, offset: usize, length: usize) -> usize {
-        let end = offset.checked_add(length).expect("lengths of slices that exist do not overflow");
-        assert!(slot < self.slots && end <= self.slot_bytes(), "callers check slot and length before they copy");
+        let end = offset
+            .checked_add(length)
+            .expect("lengths of slices that exist do not overflow");
+        assert!(
+            slot < self.slots && end <= self.slot_bytes(),
+            "callers check slot and length before they copy"
+        );
         slot as usize * self.slot_bytes() + offset
     }
 }
@@ -72,7 +77,11 @@ impl WriteRing {
             .map_err(LinkError::system("reserve the memory of a ring"))?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
             .map_err(LinkError::system("seal a memfd"))?;
-        let map = MmapOptions::new().len(shape.bytes() as usize).populate().map_raw(&fd).map_err(map_error)?;
+        let map = MmapOptions::new()
+            .len(shape.bytes() as usize)
+            .populate()
+            .map_raw(&fd)
+            .map_err(map_error)?;
         Ok(Self { map, shape, fd })
     }
 
@@ -93,7 +102,9 @@ impl WriteRing {
         // SAFETY: `place` has checked that `bytes.len()` bytes from there lie within the mapping, whose size is sealed.
         // `bytes` is private memory, so the two do not overlap. `&mut self` keeps other threads of this process out; the
         // other process reads a slot only between the frame that announces it and the one that releases it.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.map.as_mut_ptr().add(place), bytes.len()) }
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.map.as_mut_ptr().add(place), bytes.len())
+        }
     }
 }
 
@@ -111,7 +122,9 @@ impl ReadRing {
         if !seals.contains(SealFlags::SHRINK | SealFlags::GROW) {
             return Err(ring("it is not sealed against resizing".to_owned()));
         }
-        let bytes = rustix::fs::fstat(&fd).map_err(LinkError::system("look at a ring"))?.st_size;
+        let bytes = rustix::fs::fstat(&fd)
+            .map_err(LinkError::system("look at a ring"))?
+            .st_size;
         if u64::try_from(bytes) != Ok(shape.bytes()) {
             return Err(ring(format!("it has {bytes} bytes instead of {}", shape.bytes())));
         }
@@ -142,7 +155,10 @@ impl ReadRing {
 }
 
 fn map_error(error: std::io::Error) -> LinkError {
-    LinkError::System { what: "map a ring", source: Errno::from_io_error(&error).unwrap_or(Errno::NOMEM) }
+    LinkError::System {
+        what: "map a ring",
+        source: Errno::from_io_error(&error).unwrap_or(Errno::NOMEM),
+    }
 }
 
 #[cfg(test)]
@@ -181,7 +197,8 @@ mod tests {
         let larger = ReadRing::map(copy_of(write.fd()), shape(3, 4096));
         assert!(matches!(larger, Err(LinkError::Ring { .. })));
 
-        let unsealed = rustix::fs::memfd_create("unsealed", MemfdFlags::ALLOW_SEALING).expect("memory is left");
+        let unsealed =
+            rustix::fs::memfd_create("unsealed", MemfdFlags::ALLOW_SEALING).expect("memory is left");
         rustix::fs::ftruncate(&unsealed, 8192).expect("not sealed");
         let error = ReadRing::map(unsealed, shape(2, 4096)).err().expect("refused");
         assert!(error.to_string().contains("not sealed"), "{error}");
@@ -193,8 +210,17 @@ mod tests {
 
     #[test]
     fn shapes_are_limited() {
-        for (slots, slot_bytes) in [(0, 4096), (MAX_SLOTS + 1, 4096), (1, 4095), (1, MAX_SLOT_BYTES + 1), (1, 0)] {
-            assert!(RingShape::new(slots, slot_bytes).is_err(), "{slots} x {slot_bytes}");
+        for (slots, slot_bytes) in [
+            (0, 4096),
+            (MAX_SLOTS + 1, 4096),
+            (1, 4095),
+            (1, MAX_SLOT_BYTES + 1),
+            (1, 0),
+        ] {
+            assert!(
+                RingShape::new(slots, slot_bytes).is_err(),
+                "{slots} x {slot_bytes}"
+            );
         }
     }
 }

@@ -98,7 +98,10 @@ impl Shared {
         if left.is_zero() {
             return (queue, false);
         }
-        let (queue, _) = self.changed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner);
+        let (queue, _) = self
+            .changed
+            .wait_timeout(queue, left)
+            .unwrap_or_else(PoisonError::into_inner);
         (queue, true)
     }
 }
@@ -123,15 +126,35 @@ impl BulkSender {
         socket::send_hello(&socket, &hello, shape, ring.fd())?;
         let mut reader = FrameReader::new();
         match reader.next(&socket)? {
-            Read::Got(Frame { kind: FrameKind::Welcome, .. }) => {}
-            Read::Got(Frame { kind: FrameKind::Refuse, length, .. }) => {
-                return Err(LinkError::Refused { reason: reader.text(&socket, length) });
+            Read::Got(Frame {
+                kind: FrameKind::Welcome,
+                ..
+            }) => {}
+            Read::Got(Frame {
+                kind: FrameKind::Refuse,
+                length,
+                ..
+            }) => {
+                return Err(LinkError::Refused {
+                    reason: reader.text(&socket, length),
+                });
             }
             Read::Got(frame) => {
-                return Err(LinkError::frame(format!("{:?} where a welcome was expected", frame.kind)));
+                return Err(LinkError::frame(format!(
+                    "{:?} where a welcome was expected",
+                    frame.kind
+                )));
             }
-            Read::NotYet => return Err(LinkError::Silent { timeout_ms: options.handshake_timeout_ms }),
-            Read::End => return Err(LinkError::PeerLost { place: "before it answered the hello" }),
+            Read::NotYet => {
+                return Err(LinkError::Silent {
+                    timeout_ms: options.handshake_timeout_ms,
+                });
+            }
+            Read::End => {
+                return Err(LinkError::PeerLost {
+                    place: "before it answered the hello",
+                });
+            }
         }
         rustix::io::ioctl_fionbio(&socket, true).map_err(LinkError::system("make a socket non-blocking"))?;
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
@@ -159,7 +182,12 @@ impl BulkSender {
                 what: "start a writer thread",
                 source: Errno::from_io_error(&error).unwrap_or(Errno::AGAIN),
             })?;
-        Ok(Self { hello, options, shared, writer: Some(writer) })
+        Ok(Self {
+            hello,
+            options,
+            shared,
+            writer: Some(writer),
+        })
     }
 
     /// Queues a message; waits up to `timeout` for room.
@@ -169,8 +197,13 @@ impl BulkSender {
     /// link has ended.
     pub fn send(&self, message: BulkOutgoing, timeout: Duration) -> Result<(), SendError> {
         let Hello { from, .. } = self.hello;
-        let encoded = Encoded::new(&message, from.seat, from.generation, self.options.max_message_bytes)
-            .map_err(SendError::Invalid)?;
+        let encoded = Encoded::new(
+            &message,
+            from.seat,
+            from.generation,
+            self.options.max_message_bytes,
+        )
+        .map_err(SendError::Invalid)?;
         let deadline = Instant::now() + timeout;
         let mut queue = self.shared.queue();
         loop {
@@ -287,7 +320,10 @@ impl Writer {
         drop(self);
         {
             let mut queue = shared.queue();
-            *queue = Queue { ended: Some(error.clone()), ..Queue::default() };
+            *queue = Queue {
+                ended: Some(error.clone()),
+                ..Queue::default()
+            };
         }
         shared.changed.notify_all();
         if error != LinkError::Closed {
@@ -353,7 +389,10 @@ impl Writer {
             return None;
         }
         let mut checksum = Checksum::new();
-        for (block, at) in chunk.chunks(COPY_BLOCK_BYTES).zip((0..).step_by(COPY_BLOCK_BYTES)) {
+        for (block, at) in chunk
+            .chunks(COPY_BLOCK_BYTES)
+            .zip((0..).step_by(COPY_BLOCK_BYTES))
+        {
             checksum.update(block);
             self.ring.write(slot, at, block);
         }
@@ -385,9 +424,16 @@ impl Writer {
                 Err(Errno::PIPE | Errno::CONNRESET) => {
                     // The receiver may have said why before it went.
                     self.take_frames()?;
-                    return Err(LinkError::PeerLost { place: "while it was sent a message" });
+                    return Err(LinkError::PeerLost {
+                        place: "while it was sent a message",
+                    });
                 }
-                Err(source) => return Err(LinkError::System { what: "write to the socket", source }),
+                Err(source) => {
+                    return Err(LinkError::System {
+                        what: "write to the socket",
+                        source,
+                    });
+                }
             }
         }
         Ok(())
@@ -401,7 +447,12 @@ impl Writer {
         ];
         match rustix::event::poll(&mut waits, None) {
             Ok(_) | Err(Errno::INTR) => {}
-            Err(source) => return Err(LinkError::System { what: "wait for the receiver", source }),
+            Err(source) => {
+                return Err(LinkError::System {
+                    what: "wait for the receiver",
+                    source,
+                });
+            }
         }
         if !waits[1].revents().is_empty() {
             // It does not block, and an empty counter is as good as a read one.
@@ -415,25 +466,48 @@ impl Writer {
         let mut released = 0;
         let result = loop {
             match self.reader.next(&self.socket) {
-                Ok(Read::Got(Frame { kind: FrameKind::Release, slot, .. })) => {
+                Ok(Read::Got(Frame {
+                    kind: FrameKind::Release,
+                    slot,
+                    ..
+                })) => {
                     match self.out.get_mut(slot as usize) {
                         Some(out) if *out => *out = false,
-                        _ => break Err(LinkError::frame(format!("slot {slot} comes back but was not given"))),
+                        _ => {
+                            break Err(LinkError::frame(format!(
+                                "slot {slot} comes back but was not given"
+                            )));
+                        }
                     }
                     self.free.push(slot);
                     released += 1;
                 }
-                Ok(Read::Got(Frame { kind: FrameKind::Refuse, length, .. })) => {
-                    break Err(LinkError::Refused { reason: self.reader.text(&self.socket, length) });
+                Ok(Read::Got(Frame {
+                    kind: FrameKind::Refuse,
+                    length,
+                    ..
+                })) => {
+                    break Err(LinkError::Refused {
+                        reason: self.reader.text(&self.socket, length),
+                    });
                 }
                 Ok(Read::Got(frame)) => {
-                    break Err(LinkError::frame(format!("{:?} where a slot was expected back", frame.kind)));
+                    break Err(LinkError::frame(format!(
+                        "{:?} where a slot was expected back",
+                        frame.kind
+                    )));
                 }
                 Ok(Read::NotYet) => break Ok(()),
                 Ok(Read::End) if self.free.len() == self.out.len() => {
-                    break Err(LinkError::PeerLost { place: "with nothing under way" });
+                    break Err(LinkError::PeerLost {
+                        place: "with nothing under way",
+                    });
                 }
-                Ok(Read::End) => break Err(LinkError::PeerLost { place: "before it took everything" }),
+                Ok(Read::End) => {
+                    break Err(LinkError::PeerLost {
+                        place: "before it took everything",
+                    });
+                }
                 Err(error) => break Err(error),
             }
         };

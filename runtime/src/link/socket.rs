@@ -63,7 +63,9 @@ struct Opening {
 }
 
 fn address(name: &str) -> Result<SocketAddrUnix, LinkError> {
-    let wrong = || LinkError::Name { name: name.to_owned() };
+    let wrong = || LinkError::Name {
+        name: name.to_owned(),
+    };
     if name.is_empty() {
         return Err(wrong());
     }
@@ -71,16 +73,26 @@ fn address(name: &str) -> Result<SocketAddrUnix, LinkError> {
 }
 
 fn stream_socket() -> Result<OwnedFd, LinkError> {
-    rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
-        .map_err(LinkError::system("make a socket"))
+    rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )
+    .map_err(LinkError::system("make a socket"))
 }
 
 /// A listening socket.
 pub(super) fn listen(name: &str) -> Result<OwnedFd, LinkError> {
     let (address, socket) = (address(name)?, stream_socket()?);
     rustix::net::bind(&socket, &address).map_err(|error| match error {
-        Errno::ADDRINUSE => LinkError::NameTaken { name: name.to_owned() },
-        source => LinkError::System { what: "bind a link name", source },
+        Errno::ADDRINUSE => LinkError::NameTaken {
+            name: name.to_owned(),
+        },
+        source => LinkError::System {
+            what: "bind a link name",
+            source,
+        },
     })?;
     rustix::net::listen(&socket, BACKLOG).map_err(LinkError::system("listen on a link name"))?;
     Ok(socket)
@@ -91,9 +103,14 @@ pub(super) fn connect(name: &str, timeout_ms: u64) -> Result<OwnedFd, LinkError>
     let (address, socket) = (address(name)?, stream_socket()?);
     limit_waits(&socket, Some(timeout_ms))?;
     rustix::net::connect(&socket, &address).map_err(|error| match error {
-        Errno::CONNREFUSED => LinkError::NoListener { name: name.to_owned() },
+        Errno::CONNREFUSED => LinkError::NoListener {
+            name: name.to_owned(),
+        },
         Errno::AGAIN => LinkError::Silent { timeout_ms },
-        source => LinkError::System { what: "connect to a link name", source },
+        source => LinkError::System {
+            what: "connect to a link name",
+            source,
+        },
     })?;
     check_user(&socket)?;
     Ok(socket)
@@ -117,7 +134,10 @@ pub(super) fn check_user(socket: impl AsFd) -> Result<(), LinkError> {
     if peer.uid == own {
         Ok(())
     } else {
-        Err(LinkError::OtherUser { peer_uid: peer.uid.as_raw(), own_uid: own.as_raw() })
+        Err(LinkError::OtherUser {
+            peer_uid: peer.uid.as_raw(),
+            own_uid: own.as_raw(),
+        })
     }
 }
 
@@ -128,9 +148,19 @@ pub(super) fn send_hello(
     shape: RingShape,
     ring: BorrowedFd<'_>,
 ) -> Result<(), LinkError> {
-    let opening = Opening { hello: *hello, slots: shape.slots(), slot_bytes: shape.slot_bytes() as u32 };
-    let body = wire::encode(&opening).map_err(|error| LinkError::Header { reason: error.to_string() })?;
-    let frame = Frame { length: body.len() as u32, ..Frame::new(FrameKind::Hello) }.encode();
+    let opening = Opening {
+        hello: *hello,
+        slots: shape.slots(),
+        slot_bytes: shape.slot_bytes() as u32,
+    };
+    let body = wire::encode(&opening).map_err(|error| LinkError::Header {
+        reason: error.to_string(),
+    })?;
+    let frame = Frame {
+        length: body.len() as u32,
+        ..Frame::new(FrameKind::Hello)
+    }
+    .encode();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let descriptors = [ring];
@@ -144,7 +174,10 @@ pub(super) fn send_hello(
         }
     };
     if sent != frame.len() + body.len() {
-        return Err(LinkError::System { what: "send a hello in one piece", source: Errno::MSGSIZE });
+        return Err(LinkError::System {
+            what: "send a hello in one piece",
+            source: Errno::MSGSIZE,
+        });
     }
     Ok(())
 }
@@ -159,21 +192,31 @@ pub(super) fn receive_hello(
     receive_exactly(&socket, &mut bytes[count..], timeout_ms)?;
     let frame = Frame::decode(&bytes)?;
     if frame.kind != FrameKind::Hello {
-        return Err(LinkError::frame(format!("{:?} where a hello was expected", frame.kind)));
+        return Err(LinkError::frame(format!(
+            "{:?} where a hello was expected",
+            frame.kind
+        )));
     }
     let length = frame.length as usize;
     if length > HELLO_LIMIT_BYTES {
-        return Err(LinkError::frame(format!("a hello of {length} bytes exceeds {HELLO_LIMIT_BYTES}")));
+        return Err(LinkError::frame(format!(
+            "a hello of {length} bytes exceeds {HELLO_LIMIT_BYTES}"
+        )));
     }
     let mut body = [0; HELLO_LIMIT_BYTES];
     receive_exactly(&socket, &mut body[..length], timeout_ms)?;
-    let opening: Opening =
-        wire::decode(&body[..length]).map_err(|error| LinkError::Header { reason: error.to_string() })?;
+    let opening: Opening = wire::decode(&body[..length]).map_err(|error| LinkError::Header {
+        reason: error.to_string(),
+    })?;
     match (descriptors.pop(), descriptors.is_empty()) {
-        (Some(ring), true) => {
-            Ok((opening.hello, RingShape::new(opening.slots, opening.slot_bytes)?, ring))
-        }
-        _ => Err(LinkError::Ring { reason: "exactly one descriptor must come with a hello".to_owned() }),
+        (Some(ring), true) => Ok((
+            opening.hello,
+            RingShape::new(opening.slots, opening.slot_bytes)?,
+            ring,
+        )),
+        _ => Err(LinkError::Ring {
+            reason: "exactly one descriptor must come with a hello".to_owned(),
+        }),
     }
 }
 
@@ -202,7 +245,9 @@ fn receive_with_descriptors(
         .flatten()
         .collect();
     if received == 0 {
-        return Err(LinkError::PeerLost { place: "before its hello" });
+        return Err(LinkError::PeerLost {
+            place: "before its hello",
+        });
     }
     Ok((received, descriptors))
 }
@@ -210,7 +255,11 @@ fn receive_with_descriptors(
 fn receive_exactly(socket: impl AsFd, mut bytes: &mut [u8], timeout_ms: u64) -> Result<(), LinkError> {
     while !bytes.is_empty() {
         match rustix::net::recv(&socket, &mut *bytes, RecvFlags::empty()) {
-            Ok((0, _)) => return Err(LinkError::PeerLost { place: "in the middle of its hello" }),
+            Ok((0, _)) => {
+                return Err(LinkError::PeerLost {
+                    place: "in the middle of its hello",
+                });
+            }
             Ok((count, _)) => bytes = &mut bytes[count..],
             Err(Errno::INTR) => {}
             Err(error) => return Err(silence(error, timeout_ms)),
@@ -222,8 +271,13 @@ fn receive_exactly(socket: impl AsFd, mut bytes: &mut [u8], timeout_ms: u64) -> 
 fn silence(error: Errno, timeout_ms: u64) -> LinkError {
     match error {
         Errno::AGAIN => LinkError::Silent { timeout_ms },
-        Errno::CONNRESET => LinkError::PeerLost { place: "before its hello" },
-        source => LinkError::System { what: "receive a hello", source },
+        Errno::CONNRESET => LinkError::PeerLost {
+            place: "before its hello",
+        },
+        source => LinkError::System {
+            what: "receive a hello",
+            source,
+        },
     }
 }
 
@@ -234,7 +288,12 @@ pub(super) fn send_refusal(socket: impl AsFd, error: &LinkError) {
     while !text.is_char_boundary(end) {
         end -= 1;
     }
-    let mut bytes = Frame { length: end as u32, ..Frame::new(FrameKind::Refuse) }.encode().to_vec();
+    let mut bytes = Frame {
+        length: end as u32,
+        ..Frame::new(FrameKind::Refuse)
+    }
+    .encode()
+    .to_vec();
     bytes.extend_from_slice(&text.as_bytes()[..end]);
     // The peer may be gone or flooded; the end of the link tells it enough.
     let _ = rustix::net::send(socket, &bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);

@@ -189,6 +189,27 @@ impl DraftVocabulary {
         })
     }
 
+    /// The vocabulary of some ids of the verifier, which must ascend.
+    ///
+    /// # Errors
+    /// If they do not ascend, or one is not of the verifier's vocabulary.
+    pub fn from_ids(ids: Vec<u32>, verifier_vocab_size: usize) -> Result<Self, VocabularyError> {
+        check_size(ids.len(), verifier_vocab_size)?;
+        for (index, &token) in ids.iter().enumerate() {
+            if token as usize >= verifier_vocab_size {
+                return Err(VocabularyError::Outside {
+                    index,
+                    token: i128::from(token),
+                    verifier: verifier_vocab_size,
+                });
+            }
+            if index > 0 && token <= ids[index - 1] {
+                return Err(VocabularyError::NotAscending { index, token });
+            }
+        }
+        Ok(Self { ids, verifier_vocab_size })
+    }
+
     /// The vocabulary that a loaded draft's tensors describe.
     ///
     /// # Errors

@@ -116,7 +116,7 @@ fn shards_and_a_single_file_hold_the_same() {
 fn the_digest_sees_config_names_shapes_and_dtypes_but_no_data() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
-    let mut digest = |name: &str, dtype, shape: &[usize], bytes: &[u8], config: &[u8]| {
+    let digest = |name: &str, dtype, shape: &[usize], bytes: &[u8], config: &[u8]| {
         write(&file, &[(name, dtype, shape, bytes)]);
         Weights::open(folder.path()).unwrap().digest(config)
     };

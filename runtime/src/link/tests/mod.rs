@@ -1,0 +1,548 @@
+//! Both ends in one process; peers that do not keep to the protocol are in [`hostile`].
+
+mod hostile;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use crossbeam_channel::Receiver;
+use rustix::net::{SendFlags, SocketFlags};
+
+use super::frame::{Frame, FrameKind};
+use super::*;
+use crate::digest::Digest;
+use crate::ids::{Epoch, Generation, Seat, Step};
+
+/// Longer than anything here takes on a busy machine; reached only by a hang.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Runs a test body and fails if it does not come back.
+fn bounded(body: impl FnOnce() + Send + 'static) {
+    let (done, finished) = mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        body();
+        // The test may have given up on this thread.
+        let _ = done.send(());
+    });
+    if let Err(mpsc::RecvTimeoutError::Timeout) = finished.recv_timeout(LIMIT) {
+        panic!("hangs");
+    }
+    if let Err(panic) = thread.join() {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+fn unique_name() -> String {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    format!(
+        "eaglet-test-{}-{}",
+        std::process::id(),
+        NEXT.fetch_add(1, Ordering::Relaxed)
+    )
+}
+
+const HERE: Endpoint = Endpoint {
+    seat: Seat::draft(0),
+    generation: Generation(3),
+};
+
+fn hello(sender_generation: u32) -> Hello {
+    let from = Endpoint {
+        seat: Seat::verifier(1),
+        generation: Generation(sender_generation),
+    };
+    Hello {
+        from,
+        epoch: Epoch(5),
+        to: HERE,
+    }
+}
+
+struct Bound {
+    name: String,
+    listener: BulkListener,
+    events: Receiver<BulkEvent>,
+}
+
+fn bind(options: ListenerOptions) -> Bound {
+    let name = unique_name();
+    let (sender, events) = crossbeam_channel::unbounded();
+    let inbox = move |event| {
+        // A test that ended early no longer listens.
+        let _ = sender.send(event);
+    };
+    let listener = BulkListener::bind(&name, HERE, options, inbox).expect("the name is free");
+    Bound {
+        name,
+        listener,
+        events,
+    }
+}
+
+impl Bound {
+    fn event(&self) -> BulkEvent {
+        self.events.recv_timeout(LIMIT).expect("an event comes")
+    }
+
+    fn opened(&self) -> Hello {
+        match self.event() {
+            BulkEvent::Opened { peer } => peer,
+            other => panic!("{other:?} instead of opened"),
+        }
+    }
+
+    fn message(&self) -> BulkMessage {
+        match self.event() {
+            BulkEvent::Message(message) => message,
+            other => panic!("{other:?} instead of a message"),
+        }
+    }
+
+    fn closed(&self) -> Option<LinkError> {
+        match self.event() {
+            BulkEvent::Closed { error, .. } => error,
+            other => panic!("{other:?} instead of closed"),
+        }
+    }
+
+    fn connect(&self, options: SenderOptions) -> BulkSender {
+        BulkSender::connect(&self.name, hello(1), options, |_| {}).expect("the listener is there")
+    }
+}
+
+fn small_ring() -> SenderOptions {
+    SenderOptions {
+        slots: 4,
+        slot_bytes: 4096,
+        ..SenderOptions::default()
+    }
+}
+
+fn pattern(length: usize, seed: u64) -> Vec<u8> {
+    (0..length as u64)
+        .map(|i| ((i + seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8)
+        .collect()
+}
+
+/// A message whose parts are of these lengths, each a multiple of 4.
+fn state(lengths: &[usize], seed: u64) -> BulkOutgoing {
+    let elements = lengths.iter().sum::<usize>() as u64 / 4;
+    let kind = BulkKind::State {
+        step: Step(seed),
+        what: StateKind::Weights,
+        digest: Digest::of(&seed.to_le_bytes()),
+        elements,
+        first_element: 0,
+    };
+    let parts = lengths
+        .iter()
+        .map(|&length| Bytes::from(pattern(length, seed)))
+        .collect();
+    BulkOutgoing {
+        epoch: Epoch(seed),
+        kind,
+        parts,
+    }
+}
+
+fn assert_same(message: &BulkMessage, sent: &BulkOutgoing) {
+    let header = &message.header;
+    assert_eq!(
+        (header.from, header.generation),
+        (Seat::verifier(1), Generation(1))
+    );
+    assert_eq!((header.epoch, &header.kind), (sent.epoch, &sent.kind));
+    assert_eq!(message.parts.len(), sent.parts.len());
+    for ((part, sent), &length) in message.parts.iter().zip(&sent.parts).zip(&header.parts) {
+        assert_eq!(part.len() as u64, length);
+        assert!(part[..] == sent[..], "a part of {length} bytes differs");
+    }
+}
+
+/// L-5: sizes around the edges of slots and of the ring, with and without checksums.
+#[test]
+fn messages_of_all_sizes_arrive_whole_and_in_order() {
+    bounded(|| {
+        let ring = 4 * 4096;
+        let sizes = [
+            0,
+            4,
+            4092,
+            4096,
+            4100,
+            2 * 4096,
+            ring - 4,
+            ring,
+            ring + 4,
+            3 * ring,
+            (1 << 20) + 4,
+        ];
+        for checksum in [true, false] {
+            let bound = bind(ListenerOptions::default());
+            let sender = bound.connect(SenderOptions {
+                checksum,
+                ..small_ring()
+            });
+            assert_eq!(bound.opened(), hello(1));
+            let mut sent: Vec<_> = sizes.iter().map(|&size| state(&[size], size as u64)).collect();
+            sent.extend([
+                state(&[], 1),
+                state(&[0, 0, 0], 2),
+                state(&[4096, 0, 8, 4100], 3),
+                state(&[0, ring, 0], 4),
+                state(&[4; MAX_PARTS], 5),
+            ]);
+            for message in &sent {
+                sender.send(message.clone(), LIMIT).expect("room comes");
+            }
+            for message in &sent {
+                assert_same(&bound.message(), message);
+            }
+            assert_eq!(sender.drain(LIMIT), Ok(true));
+            assert_eq!(sender.queued_bytes(), 0);
+            sender.close();
+            assert_eq!(bound.closed(), None);
+            let stats = bound.listener.stats();
+            let bytes: usize = sent
+                .iter()
+                .flat_map(|message| &message.parts)
+                .map(Bytes::len)
+                .sum();
+            assert_eq!((stats.messages, stats.bytes), (sent.len() as u64, bytes as u64));
+            assert_eq!(stats.failed_connections, 0);
+            bound.listener.close();
+        }
+    });
+}
+
+#[test]
+fn senders_do_not_mix() {
+    bounded(|| {
+        let bound = bind(ListenerOptions::default());
+        let senders: Vec<_> = (0..3_u16)
+            .map(|index| {
+                let from = Endpoint {
+                    seat: Seat::draft(index + 1),
+                    generation: Generation(0),
+                };
+                let hello = Hello { from, ..hello(0) };
+                BulkSender::connect(&bound.name, hello, small_ring(), |_| {}).expect("the listener is there")
+            })
+            .collect();
+        for round in 0..20 {
+            for (index, sender) in senders.iter().enumerate() {
+                let length = 4 * (round * 997 + index * 3001);
+                sender
+                    .send(state(&[length], index as u64), LIMIT)
+                    .expect("room comes");
+            }
+        }
+        let (mut rounds, mut left) = ([0; 3], 60);
+        while left > 0 {
+            if let BulkEvent::Message(message) = bound.event() {
+                let index = usize::from(message.header.from.index) - 1;
+                let length = 4 * (rounds[index] * 997 + index * 3001);
+                assert!(message.parts[0][..] == pattern(length, index as u64)[..]);
+                rounds[index] += 1;
+                left -= 1;
+            }
+        }
+        assert_eq!(rounds, [20; 3]);
+    });
+}
+
+#[test]
+fn a_sender_for_another_occupant_is_refused() {
+    bounded(|| {
+        let bound = bind(ListenerOptions::default());
+        for to in [
+            Endpoint {
+                generation: Generation(2),
+                ..HERE
+            },
+            Endpoint {
+                generation: Generation(4),
+                ..HERE
+            },
+            Endpoint {
+                seat: Seat::draft(1),
+                ..HERE
+            },
+        ] {
+            let error =
+                BulkSender::connect(&bound.name, Hello { to, ..hello(1) }, small_ring(), |_| {}).err();
+            assert!(
+                matches!(&error, Some(LinkError::Refused { reason }) if reason.contains("the hello is for")),
+                "{error:?}"
+            );
+            assert!(matches!(bound.closed(), Some(LinkError::WrongReceiver { .. })));
+        }
+        assert_eq!(bound.listener.stats().failed_connections, 3);
+    });
+}
+
+#[test]
+fn a_newer_generation_replaces_an_older_one() {
+    bounded(|| {
+        let bound = bind(ListenerOptions::default());
+        let (told, ends) = crossbeam_channel::unbounded();
+        let on_end = move |error: &LinkError| {
+            let _ = told.send(error.clone());
+        };
+        let old = BulkSender::connect(&bound.name, hello(1), small_ring(), on_end).expect("accepted");
+        bound.opened();
+        let _new = BulkSender::connect(&bound.name, hello(2), small_ring(), |_| {}).expect("accepted");
+        let end = ends.recv_timeout(LIMIT).expect("the old one is told");
+        assert!(
+            matches!(&end, LinkError::Refused { reason } if reason.contains("superseded")),
+            "{end}"
+        );
+        assert_eq!(old.ended(), Some(end));
+        assert!(matches!(old.try_send(state(&[4], 1)), Err(SendError::Ended(_))));
+        let error = BulkSender::connect(&bound.name, hello(1), small_ring(), |_| {}).err();
+        assert!(matches!(&error, Some(LinkError::Refused { .. })), "{error:?}");
+        let closed: Vec<_> = (0..3)
+            .filter_map(|_| match bound.event() {
+                BulkEvent::Closed { error, .. } => Some(error),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(closed.len(), 2, "{closed:?}");
+        assert!(
+            closed
+                .iter()
+                .all(|error| matches!(error, Some(LinkError::Superseded { newest: 2, .. })))
+        );
+    });
+}
+
+#[test]
+fn what_cannot_be_sent_is_said_at_once() {
+    bounded(|| {
+        let bound = bind(ListenerOptions::default());
+        let sender = bound.connect(SenderOptions {
+            max_message_bytes: 10_000,
+            ..small_ring()
+        });
+        let error = sender.try_send(state(&[12_000], 1)).expect_err("too large");
+        assert!(
+            matches!(
+                error,
+                SendError::Invalid(LinkError::TooLarge {
+                    limit_bytes: 10_000,
+                    ..
+                })
+            ),
+            "{error}"
+        );
+        let error = sender
+            .try_send(state(&[4; MAX_PARTS + 1], 1))
+            .expect_err("too many");
+        assert!(
+            matches!(error, SendError::Invalid(LinkError::TooManyParts { .. })),
+            "{error}"
+        );
+        let mut short = state(&[8], 1);
+        short.parts[0].truncate(7);
+        let error = sender.try_send(short).expect_err("no f32");
+        assert!(
+            matches!(error, SendError::Invalid(LinkError::Header { .. })),
+            "{error}"
+        );
+        sender.send(state(&[8], 1), LIMIT).expect("the link is unharmed");
+        bound.opened();
+        assert_same(&bound.message(), &state(&[8], 1));
+    });
+}
+
+#[test]
+fn names_are_checked_and_exclusive() {
+    let inbox = |_| {};
+    for name in [String::new(), "x".repeat(108)] {
+        let error = BulkListener::bind(&name, HERE, ListenerOptions::default(), inbox).err();
+        assert!(matches!(error, Some(LinkError::Name { .. })), "{error:?}");
+    }
+    let bound = bind(ListenerOptions::default());
+    let error = BulkListener::bind(&bound.name, HERE, ListenerOptions::default(), inbox).err();
+    assert_eq!(
+        error,
+        Some(LinkError::NameTaken {
+            name: bound.name.clone()
+        })
+    );
+    let name = bound.name.clone();
+    bound.listener.close();
+    let error = BulkSender::connect(&name, hello(1), small_ring(), |_| {}).err();
+    assert_eq!(
+        error,
+        Some(LinkError::NoListener { name: name.clone() }),
+        "nothing is left of a closed listener"
+    );
+    BulkListener::bind(&name, HERE, ListenerOptions::default(), inbox).expect("the name is free again");
+}
+
+/// L-1, L-2: a receiver that accepts the link and never reads.
+#[test]
+fn a_receiver_that_never_reads_bounds_the_sender_and_does_not_hold_up_its_close() {
+    bounded(|| {
+        let name = unique_name();
+        let listening = socket::listen(&name).expect("the name is free");
+        let accepting = std::thread::spawn(move || {
+            let socket = rustix::net::accept_with(&listening, SocketFlags::CLOEXEC).expect("a sender comes");
+            let received = socket::receive_hello(&socket, 60_000).expect("a hello");
+            let welcome = Frame::new(FrameKind::Welcome).encode();
+            rustix::net::send(&socket, &welcome, SendFlags::NOSIGNAL).expect("the sender waits");
+            (socket, received)
+        });
+        let options = SenderOptions {
+            queue_messages: 8,
+            queue_bytes: 200_000,
+            ..small_ring()
+        };
+        let sender = BulkSender::connect(&name, hello(1), options, |_| {}).expect("accepted");
+        let receiver = accepting.join().expect("accepted");
+        let mut taken = 0;
+        let returned = loop {
+            match sender.send(state(&[60_000], 7), Duration::from_millis(20)) {
+                Ok(()) => taken += 1,
+                Err(SendError::Full(message)) => break message,
+                Err(error) => panic!("{error}"),
+            }
+            assert!(taken <= 8, "the queue has no bound");
+        };
+        assert_eq!(taken, 3, "200,000 bytes hold three messages");
+        assert!(sender.queued_bytes() <= 200_000);
+        assert_eq!(returned.parts[0].len(), 60_000);
+        assert_eq!(sender.drain(Duration::from_millis(5)), Ok(false));
+        let start = Instant::now();
+        sender.close();
+        assert!(
+            start.elapsed() < Duration::from_secs(1),
+            "close took {:?}",
+            start.elapsed()
+        );
+        drop(receiver);
+    });
+}
+
+/// L-1, L-2: a consumer that keeps what it gets.
+#[test]
+fn a_consumer_that_keeps_messages_holds_up_their_sender() {
+    bounded(|| {
+        let bound = bind(ListenerOptions {
+            held_bytes_per_connection: 100_000,
+            ..ListenerOptions::default()
+        });
+        let options = SenderOptions {
+            queue_messages: 4,
+            ..small_ring()
+        };
+        let sender = bound.connect(options);
+        bound.opened();
+        let mut sent = 0;
+        while sender
+            .send(state(&[30_000], sent), Duration::from_millis(100))
+            .is_ok()
+        {
+            sent += 1;
+            assert!(sent <= 10, "there is no bound");
+        }
+        let kept: Vec<_> = std::iter::from_fn(|| bound.events.try_recv().ok()).collect();
+        assert_eq!(kept.len(), 3, "100,000 bytes hold three messages");
+        assert_eq!(sent, 3 + 4);
+        drop(kept);
+        for seed in 3..sent {
+            assert_same(&bound.message(), &state(&[30_000], seed));
+        }
+        // A message beyond the budget comes through alone.
+        sender.send(state(&[1 << 20], 9), LIMIT).expect("room comes");
+        sender.send(state(&[4], 10), LIMIT).expect("room comes");
+        let large = bound.message();
+        assert!(bound.events.recv_timeout(Duration::from_millis(50)).is_err());
+        let start = Instant::now();
+        bound.listener.close();
+        assert!(
+            start.elapsed() < Duration::from_secs(1),
+            "close took {:?}",
+            start.elapsed()
+        );
+        assert_same(&large, &state(&[1 << 20], 9));
+    });
+}
+
+/// L-2: the sender learns that the receiver closed, even while it waits for slots.
+#[test]
+fn a_listener_that_closes_ends_its_senders() {
+    bounded(|| {
+        let bound = bind(ListenerOptions {
+            held_bytes_per_connection: 1,
+            ..ListenerOptions::default()
+        });
+        let sender = bound.connect(SenderOptions {
+            queue_messages: 2,
+            ..small_ring()
+        });
+        bound.opened();
+        sender.send(state(&[100_000], 1), LIMIT).expect("room");
+        let held = bound.message();
+        sender.send(state(&[100_000], 2), LIMIT).expect("room");
+        sender.send(state(&[100_000], 3), LIMIT).expect("room");
+        bound.listener.close();
+        let error = sender
+            .send(state(&[100_000], 4), LIMIT)
+            .expect_err("nobody is there");
+        assert!(
+            matches!(&error, SendError::Ended(LinkError::Refused { reason }) if reason.contains("closed")),
+            "{error}"
+        );
+        assert!(sender.drain(LIMIT).is_err());
+        assert_eq!(sender.queued_bytes(), 0, "the queue was dropped");
+        drop(held);
+    });
+}
+
+#[test]
+fn silence_is_no_hello_and_no_welcome() {
+    bounded(|| {
+        let bound = bind(ListenerOptions {
+            handshake_timeout_ms: 30,
+            ..ListenerOptions::default()
+        });
+        let _silent = socket::connect(&bound.name, 1_000).expect("the listener is there");
+        assert_eq!(bound.closed(), Some(LinkError::Silent { timeout_ms: 30 }));
+
+        let name = unique_name();
+        let _listening = socket::listen(&name).expect("the name is free");
+        let options = SenderOptions {
+            handshake_timeout_ms: 30,
+            ..small_ring()
+        };
+        let error = BulkSender::connect(&name, hello(1), options, |_| {}).err();
+        assert_eq!(error, Some(LinkError::Silent { timeout_ms: 30 }));
+    });
+}
+
+#[test]
+fn connections_are_limited() {
+    bounded(|| {
+        let bound = bind(ListenerOptions {
+            max_connections: 2,
+            ..ListenerOptions::default()
+        });
+        let _two = [bound.connect(small_ring()), bound.connect(small_ring())];
+        bound.opened();
+        bound.opened();
+        let error = BulkSender::connect(&bound.name, hello(1), small_ring(), |_| {}).err();
+        assert!(
+            matches!(&error, Some(LinkError::Refused { reason }) if reason.contains("2 connections"))
+                || matches!(
+                    &error,
+                    Some(LinkError::System { .. } | LinkError::PeerLost { .. })
+                ),
+            "{error:?}"
+        );
+        assert_eq!(bound.closed(), Some(LinkError::TooManyConnections { limit: 2 }));
+    });
+}

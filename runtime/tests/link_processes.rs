@@ -1,0 +1,368 @@
+//! Links between two processes, one of which dies or stops.
+//!
+//! The other process is this test binary again, started with the role in its environment.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use eaglet_runtime::digest::Digest;
+use eaglet_runtime::ids::{Epoch, Generation, Seat, Step};
+use eaglet_runtime::link::{
+    BulkEvent, BulkKind, BulkListener, BulkMessage, BulkOutgoing, BulkSender, Endpoint, Hello, LinkError,
+    ListenerOptions, SendError, SenderOptions, StateKind,
+};
+use rustix::process::{Pid, Signal};
+
+/// Longer than anything here takes on a busy machine; reached only by a hang.
+const LIMIT: Duration = Duration::from_secs(60);
+
+const ROLE: &str = "EAGLET_LINK_TEST_ROLE";
+const NAME: &str = "EAGLET_LINK_TEST_NAME";
+const GENERATION: &str = "EAGLET_LINK_TEST_GENERATION";
+const READY: &str = "eaglet-link-test-ready";
+
+const RECEIVER: Endpoint = Endpoint {
+    seat: Seat::draft(0),
+    generation: Generation(0),
+};
+
+fn sender_hello(generation: u32) -> Hello {
+    let from = Endpoint {
+        seat: Seat::verifier(0),
+        generation: Generation(generation),
+    };
+    Hello {
+        from,
+        epoch: Epoch(1),
+        to: RECEIVER,
+    }
+}
+
+fn pattern(length: usize, seed: u64) -> Vec<u8> {
+    (0..length as u64)
+        .map(|i| ((i + seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8)
+        .collect()
+}
+
+fn message(bytes: Bytes, sequence: u64) -> BulkOutgoing {
+    let kind = BulkKind::State {
+        step: Step(sequence),
+        what: StateKind::Weights,
+        digest: Digest::of(&bytes),
+        elements: bytes.len() as u64 / 4,
+        first_element: 0,
+    };
+    BulkOutgoing {
+        epoch: Epoch(1),
+        kind,
+        parts: vec![bytes],
+    }
+}
+
+/// Checks a message against the digest that its sender made; says its number.
+fn verify(message: &BulkMessage) -> u64 {
+    let BulkKind::State { step, digest, .. } = &message.header.kind else {
+        panic!("{:?} was not sent", message.header.kind);
+    };
+    assert_eq!(Digest::of(&message.parts[0]), *digest);
+    step.0
+}
+
+/// Runs a test body and fails if it does not come back.
+fn bounded(body: impl FnOnce() + Send + 'static) {
+    let (done, finished) = mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        body();
+        // The test may have given up on this thread.
+        let _ = done.send(());
+    });
+    if let Err(mpsc::RecvTimeoutError::Timeout) = finished.recv_timeout(2 * LIMIT) {
+        panic!("hangs");
+    }
+    if let Err(panic) = thread.join() {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+/// Another process; it is killed when the test ends, however it ends.
+struct Other(Child);
+
+impl Other {
+    /// Starts it and waits until it says that it is ready.
+    fn start(role: &str, name: &str, generation: u32) -> Self {
+        let binary = std::env::current_exe().expect("this test is a file");
+        let mut child = Command::new(binary)
+            .args([
+                "the_other_process",
+                "--exact",
+                "--ignored",
+                "--nocapture",
+                "--test-threads=1",
+            ])
+            .env(ROLE, role)
+            .env(NAME, name)
+            .env(GENERATION, generation.to_string())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the binary can be started again");
+        let output = child.stdout.take().expect("it is piped");
+        let other = Self(child);
+        let ready = BufReader::new(output)
+            .lines()
+            .map_while(Result::ok)
+            .any(|line| line.contains(READY));
+        assert!(ready, "the other process ended early");
+        other
+    }
+
+    fn pid(&self) -> Pid {
+        Pid::from_child(&self.0)
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        // It may have been killed by the test.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn say_ready() {
+    let mut output = std::io::stdout().lock();
+    writeln!(output, "\n{READY}")
+        .and_then(|()| output.flush())
+        .expect("the parent reads");
+}
+
+fn bind(name: &str, options: ListenerOptions) -> (BulkListener, Receiver<BulkEvent>) {
+    let (sender, events) = mpsc::channel();
+    let inbox = move |event| {
+        // A test that ended early no longer listens.
+        let _ = sender.send(event);
+    };
+    (
+        BulkListener::bind(name, RECEIVER, options, inbox).expect("the name is free"),
+        events,
+    )
+}
+
+/// What the other process does: sends or receives until it is killed or its parent is gone.
+#[test]
+#[ignore = "started by the other tests"]
+fn the_other_process() {
+    let role = std::env::var(ROLE).expect("only the other tests start this");
+    let name = std::env::var(NAME).expect("set with the role");
+    let generation = std::env::var(GENERATION)
+        .expect("set with the role")
+        .parse()
+        .expect("a number");
+    // The end of its standard input is the end of its parent.
+    std::thread::spawn(|| {
+        let _ = std::io::stdin().read_line(&mut String::new());
+        std::process::exit(0);
+    });
+    match role.as_str() {
+        "send" => {
+            let options = SenderOptions {
+                queue_messages: 4,
+                ..SenderOptions::default()
+            };
+            let sender = BulkSender::connect(&name, sender_hello(generation), options, |_| {})
+                .expect("the parent listens");
+            say_ready();
+            let bytes: Vec<_> = (0..4)
+                .map(|seed| Bytes::from(pattern((5 << 20) + 12, seed)))
+                .collect();
+            for sequence in 0.. {
+                let bytes = bytes[sequence as usize % bytes.len()].clone();
+                if sender.send(message(bytes, sequence), LIMIT).is_err() {
+                    return;
+                }
+            }
+        }
+        "receive" => {
+            let (_listener, events) = bind(&name, ListenerOptions::default());
+            say_ready();
+            for event in events {
+                match event {
+                    BulkEvent::Message(message) => {
+                        verify(&message);
+                    }
+                    BulkEvent::Closed { .. } => return,
+                    BulkEvent::Opened { .. } => {}
+                }
+            }
+        }
+        role => panic!("no role `{role}`"),
+    }
+}
+
+fn name(test: &str) -> String {
+    format!("eaglet-{test}-{}", std::process::id())
+}
+
+/// L-2, L-5: a sender killed in the middle of a message; its successor takes over on the same listener.
+#[test]
+fn a_killed_sender_is_noticed_and_replaced() {
+    bounded(|| {
+        let name = name("killed-sender");
+        let (listener, events) = bind(&name, ListenerOptions::default());
+        for generation in 0..3 {
+            let mut other = Other::start("send", &name, generation);
+            let next = || events.recv_timeout(LIMIT).expect("an event comes");
+            let opened = next();
+            assert!(
+                matches!(&opened, BulkEvent::Opened { peer } if *peer == sender_hello(generation)),
+                "{opened:?}"
+            );
+            let mut expected = 0;
+            let mut take = |event| match event {
+                BulkEvent::Message(message) => {
+                    assert_eq!(verify(&message), expected);
+                    expected += 1;
+                    None
+                }
+                BulkEvent::Closed { peer, error } => Some((peer, error)),
+                BulkEvent::Opened { peer } => panic!("{peer:?} opens a second time"),
+            };
+            for _ in 0..10 {
+                assert!(take(next()).is_none(), "the sender ended by itself");
+            }
+            other.0.kill().expect("it runs");
+            let killed = Instant::now();
+            let (peer, error) = loop {
+                if let Some(end) = take(next()) {
+                    break end;
+                }
+            };
+            assert_eq!(peer, Some(sender_hello(generation)));
+            assert!(matches!(error, Some(LinkError::PeerLost { .. })), "{error:?}");
+            let elapsed = killed.elapsed();
+            assert!(
+                elapsed < Duration::from_secs(10),
+                "the end was noticed after {elapsed:?}"
+            );
+        }
+        assert_eq!(listener.stats().failed_connections, 3);
+    });
+}
+
+/// L-2: a receiver killed in the middle of a message.
+#[test]
+fn a_killed_receiver_is_noticed() {
+    bounded(|| {
+        let name = name("killed-receiver");
+        let mut other = Other::start("receive", &name, 0);
+        let (told, ends) = mpsc::channel();
+        let on_end = move |error: &LinkError| {
+            let _ = told.send(error.clone());
+        };
+        let options = SenderOptions {
+            queue_messages: 2,
+            ..SenderOptions::default()
+        };
+        let sender = BulkSender::connect(&name, sender_hello(0), options, on_end).expect("it listens");
+        let bytes = Bytes::from(pattern(30 << 20, 1));
+        for sequence in 0..4 {
+            sender
+                .send(message(bytes.clone(), sequence), LIMIT)
+                .expect("room comes");
+        }
+        other.0.kill().expect("it runs");
+        let error = loop {
+            match sender.send(message(bytes.clone(), 9), LIMIT) {
+                Ok(()) => {}
+                Err(SendError::Ended(error)) => break error,
+                Err(error) => panic!("{error}"),
+            }
+        };
+        assert!(matches!(error, LinkError::PeerLost { .. }), "{error}");
+        assert_eq!(ends.recv_timeout(LIMIT), Ok(error.clone()));
+        assert_eq!(sender.ended(), Some(error));
+        assert_eq!(sender.queued_bytes(), 0);
+        let again = BulkSender::connect(&name, sender_hello(0), options, |_| {}).err();
+        assert_eq!(
+            again,
+            Some(LinkError::NoListener { name }),
+            "a dead process listens to nothing"
+        );
+    });
+}
+
+/// L-1, L-2: a receiver that is stopped, as by a debugger or a frozen container.
+#[test]
+fn a_stopped_receiver_bounds_the_sender_and_loses_nothing_when_it_goes_on() {
+    bounded(|| {
+        let name = name("stopped-receiver");
+        let other = Other::start("receive", &name, 0);
+        let options = SenderOptions {
+            queue_messages: 3,
+            ..SenderOptions::default()
+        };
+        let sender = BulkSender::connect(&name, sender_hello(0), options, |_| {}).expect("it listens");
+        sender
+            .send(message(Bytes::from(pattern(4 << 20, 0)), 0), LIMIT)
+            .expect("room comes");
+        assert_eq!(sender.drain(LIMIT), Ok(true));
+
+        rustix::process::kill_process(other.pid(), Signal::STOP).expect("it runs");
+        let before_bytes = resident_bytes();
+        let mut taken = 0;
+        // Fresh memory for each message, so that an unbounded queue would show.
+        while sender
+            .send(
+                message(Bytes::from(pattern(16 << 20, taken)), taken),
+                Duration::from_millis(300),
+            )
+            .is_ok()
+        {
+            taken += 1;
+            assert!(taken <= 4, "the queue has no bound");
+        }
+        assert!((3..=4).contains(&taken), "{taken} messages were taken");
+        assert!(sender.queued_bytes() <= 3 * ((16 << 20) + 1000));
+        let growth_bytes = resident_bytes().saturating_sub(before_bytes);
+        // Three messages in the queue, the one that was refused, and the ring.
+        assert!(
+            growth_bytes < 5 * (16 << 20),
+            "{growth_bytes} bytes more are in memory"
+        );
+
+        rustix::process::kill_process(other.pid(), Signal::CONT).expect("it is there");
+        assert_eq!(sender.drain(LIMIT), Ok(true), "what was queued is delivered");
+
+        rustix::process::kill_process(other.pid(), Signal::STOP).expect("it runs");
+        for sequence in 0..3 {
+            sender
+                .send(message(Bytes::from(pattern(16 << 20, 1)), sequence), LIMIT)
+                .expect("room comes");
+        }
+        let start = Instant::now();
+        sender.close();
+        assert!(
+            start.elapsed() < Duration::from_secs(1),
+            "close took {:?}",
+            start.elapsed()
+        );
+    });
+}
+
+/// Memory of this process that is in RAM, without what is shared with others such as rings.
+fn resident_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").expect("every Linux has it");
+    let line = status
+        .lines()
+        .find(|line| line.starts_with("RssAnon:"))
+        .expect("every Linux has it");
+    let kib: u64 = line
+        .split_whitespace()
+        .nth(1)
+        .and_then(|word| word.parse().ok())
+        .expect("a number");
+    kib * 1024
+}
