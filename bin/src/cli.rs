@@ -1,6 +1,5 @@
 //! The command line: what can be asked for, and what the exit code says.
 
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -42,16 +41,6 @@ pub(crate) enum LogFormat {
     Json,
 }
 
-impl LogFormat {
-    /// The word that stands for it on the command line.
-    pub(crate) const fn word(self) -> &'static str {
-        match self {
-            Self::Text => "text",
-            Self::Json => "json",
-        }
-    }
-}
-
 /// `eaglet launch`.
 #[derive(Debug, Args)]
 pub(crate) struct LaunchArgs {
@@ -69,25 +58,24 @@ pub(crate) struct LaunchArgs {
     pub(crate) plain: bool,
 }
 
-/// Variable with the proof that the coordinator started a rank. It is no flag, as command lines can be read by every
-/// user of the machine.
-pub(crate) const RANK_TOKEN_VARIABLE: &str = "EAGLET_RANK_TOKEN";
-
 /// `eaglet rank`.
 #[derive(Debug, Args)]
 pub(crate) struct RankArgs {
     /// Where the coordinator listens.
     #[arg(long)]
-    pub(crate) coordinator: SocketAddr,
+    pub(crate) coordinator: String,
     /// The seat to occupy.
     #[arg(long)]
     pub(crate) seat: Seat,
     /// Which occupant of the seat this is.
     #[arg(long)]
     pub(crate) generation: u32,
-    /// Directory of the run, for the log file.
+    /// Directory of the run.
     #[arg(long)]
-    pub(crate) directory: PathBuf,
+    pub(crate) run_directory: PathBuf,
+    /// The process that started this one; the rank ends with it.
+    #[arg(long)]
+    pub(crate) parent: u32,
     /// Format of the log file.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) log_format: LogFormat,
@@ -204,7 +192,14 @@ mod tests {
             "--generation",
             "2",
         ];
-        let rest = ["--directory", "runs/a", "--log-format", LogFormat::Json.word()];
+        let rest = [
+            "--run-directory",
+            "runs/a",
+            "--parent",
+            "1",
+            "--log-format",
+            "json",
+        ];
         let cli = Cli::try_parse_from(words.into_iter().chain(rest)).expect("it is right");
         let Command::Rank(rank) = cli.command else {
             panic!("{cli:?}")

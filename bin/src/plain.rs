@@ -154,7 +154,7 @@ pub(crate) async fn follow(
             writeln!(out, "{line}")?;
         }
         if is_tick || is_last {
-            for line in view.numbers(&snapshot) {
+            if let Some(line) = view.numbers(&snapshot) {
                 writeln!(out, "{line}")?;
             }
         }
@@ -183,7 +183,7 @@ mod tests {
         assert_eq!(
             view.numbers(&snapshot).as_deref(),
             Some(
-                "training step 240/510  loss 1.2421  lr 5.30e-4  acceptance 2.310  train 3.1k tok/s  \
+                "training step 240/510  loss 1.2992  lr 5.30e-4  acceptance 2.310  train 3.1k tok/s  \
                  extract 5.2k tok/s  trained 1,128/2,400 samples  quarantined 4  eta 3m 12s"
             )
         );

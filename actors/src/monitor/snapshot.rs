@@ -141,7 +141,7 @@ pub struct Snapshot {
     pub training_tokens_per_s: f32,
     /// Training loss, oldest first.
     pub loss: Vec<Point>,
-    /// Held-out accuracy of each TTT step, the newest; empty before the first evaluation.
+    /// Accuracy of each TTT step in the newest training step; empty before the first.
     pub accuracy: Vec<StepAccuracy>,
     /// Held-out acceptance length.
     pub acceptance: Acceptance,

@@ -4,6 +4,7 @@
 //! given back on every way out, panics included.
 
 mod format;
+mod parts;
 mod picture;
 #[cfg(test)]
 mod tests;
@@ -17,7 +18,7 @@ use eaglet_actors::monitor::Snapshot;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use tokio::sync::watch;
 
-pub(crate) use format::{duration, grouped, percent, short};
+pub(crate) use format::{duration, grouped, short};
 pub(crate) use picture::svg;
 use view::View;
 

@@ -114,6 +114,7 @@ fn shape(symbol: char, left: f64, top: f64, fill: &str) -> Option<String> {
             f64::from(0x2590 - code) / 8.0 * CELL_WIDTH,
             CELL_HEIGHT,
         )),
+        0x2501 => Some(rect(left, top + CELL_HEIGHT / 2.0 - 1.5, CELL_WIDTH, 3.0)),
         0x25a0 => Some(rect(left, top + 5.0, CELL_WIDTH - 1.0, CELL_WIDTH - 1.0)),
         0x2800..=0x28ff => Some(braille(code - 0x2800, left, top, fill)),
         _ => arms(symbol).map(|arms| lines(arms, left, top, fill)),

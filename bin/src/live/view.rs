@@ -2,18 +2,19 @@
 //!
 //! Drawing depends on the snapshot and the size only, so that a picture or a test shows what a terminal shows.
 
-use eaglet_actors::monitor::{RankState, RankView, SampleCounts, Snapshot};
+use eaglet_actors::monitor::Snapshot;
 use ratatui::buffer::Buffer;
 use ratatui::layout::{Alignment, Constraint, Layout, Rect};
-use ratatui::style::{Color, Modifier, Style, Stylize};
+use ratatui::style::{Color, Style, Stylize};
 use ratatui::symbols::Marker;
 use ratatui::text::{Line, Span};
-use ratatui::widgets::{
-    Axis, Block, BorderType, Cell, Chart, Dataset, GraphType, LineGauge, Paragraph, Row, Sparkline, Table,
-    Widget,
-};
+use ratatui::widgets::{Axis, Cell, Chart, Dataset, GraphType, LineGauge, Row, Table, Widget};
 
 use super::format;
+use super::parts::{
+    beat, finite, is_down, memory, panel, rank_line, restarts_style, row, samples_bar, samples_legend, samples_summary,
+    sparkline, state_style, waiting,
+};
 
 /// Smallest size that gets panels, in cells.
 const PANELS: (u16, u16) = (78, 24);
@@ -53,15 +54,16 @@ impl View<'_> {
         self.gauge(gauge, buffer);
         self.ranks_panel(ranks, buffer);
 
-        let inner = panel("samples", samples, buffer);
+        let counts = &snapshot.samples;
+        let (intake, held_out) = (format::grouped(counts.intake), format::grouped(counts.held_out));
+        let inner = panel(&format!("samples: {intake} taken in, {held_out} held out"), samples, buffer);
         samples_bar(&snapshot.samples, row(inner, 0), buffer);
         samples_legend(&snapshot.samples).render(row(inner, 1), buffer);
 
-        let [loss, held_out] =
-            Layout::horizontal([Constraint::Fill(1), Constraint::Length(44)]).areas(middle);
+        let [loss, quality] = Layout::horizontal([Constraint::Fill(1), Constraint::Length(44)]).areas(middle);
         self.loss_panel(loss, buffer);
-        let inner = panel("held out", held_out, buffer);
-        self.held_out(inner, buffer);
+        let inner = panel("draft", quality, buffer);
+        self.quality(inner, buffer);
 
         let inner = panel("events", events, buffer);
         self.events(inner, buffer);
@@ -98,7 +100,7 @@ impl View<'_> {
             y += 1;
         }
         samples_bar(&snapshot.samples, row(area, y), buffer);
-        samples_legend(&snapshot.samples).render(row(area, y + 1), buffer);
+        samples_summary(&snapshot.samples).render(row(area, y + 1), buffer);
         y += 2;
         let title = format!("{:<12}", self.loss_title());
         let width = title.len().min(usize::from(area.width)) as u16;
@@ -171,6 +173,7 @@ impl View<'_> {
         LineGauge::default()
             .ratio(snapshot.progress().unwrap_or(0.0))
             .label(label)
+            .filled_symbol("━")
             .filled_style(Style::from(Color::Green))
             .unfilled_style(Style::from(Color::DarkGray))
             .render(area, buffer);
@@ -262,7 +265,7 @@ impl View<'_> {
         sparkline(shown, Color::Cyan, area, buffer);
     }
 
-    fn held_out(&self, area: Rect, buffer: &mut Buffer) {
+    fn quality(&self, area: Rect, buffer: &mut Buffer) {
         let snapshot = self.0;
         if snapshot.accuracy.is_empty() && snapshot.acceptance.latest.is_none() {
             return waiting("nothing has been evaluated yet", area, buffer);
@@ -374,148 +377,4 @@ impl View<'_> {
         }
         Line::from(spans).render(area, buffer);
     }
-}
-
-/// The `y`-th row of an area; empty below its end.
-fn row(area: Rect, y: u16) -> Rect {
-    Rect {
-        y: area.y.saturating_add(y),
-        height: u16::from(y < area.height),
-        ..area
-    }
-}
-
-/// Draws a border with a title; the area inside.
-fn panel(title: &str, area: Rect, buffer: &mut Buffer) -> Rect {
-    let block = Block::bordered()
-        .border_type(BorderType::Rounded)
-        .border_style(Style::from(Color::DarkGray))
-        .title(Span::styled(format!(" {title} "), Modifier::BOLD));
-    let inner = block.inner(area);
-    block.render(area, buffer);
-    inner
-}
-
-fn waiting(text: &str, area: Rect, buffer: &mut Buffer) {
-    Paragraph::new(text)
-        .style(Style::from(Color::DarkGray))
-        .render(area, buffer);
-}
-
-fn finite(points: &[eaglet_actors::monitor::Point]) -> impl Iterator<Item = (u64, f32)> + '_ {
-    points
-        .iter()
-        .filter(|point| point.value.is_finite())
-        .map(|point| (point.step.0, point.value))
-}
-
-fn sparkline(values: &[f32], colour: Color, area: Rect, buffer: &mut Buffer) {
-    let low = values.iter().copied().fold(f32::INFINITY, f32::min);
-    let high = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let span = (high - low).max(1e-6);
-    // The lowest value keeps one eighth, so that it can be told from none.
-    let bars: Vec<u64> = values
-        .iter()
-        .map(|value| 1 + ((value - low) / span * 7.0).round() as u64)
-        .collect();
-    Sparkline::default()
-        .data(bars)
-        .max(8)
-        .style(Style::from(colour))
-        .render(area, buffer);
-}
-
-const fn is_down(state: RankState) -> bool {
-    matches!(state, RankState::Dead | RankState::Restarting)
-}
-
-fn state_style(state: RankState) -> Style {
-    match state {
-        RankState::Starting | RankState::Loading => Style::from(Color::Yellow),
-        RankState::Idle => Style::from(Color::DarkGray),
-        RankState::Extracting => Style::from(Color::Cyan),
-        RankState::Training => Style::from(Color::Green),
-        RankState::Dead => Style::from((Color::Red, Modifier::BOLD)),
-        RankState::Restarting => Style::from(Color::Magenta),
-    }
-}
-
-fn restarts_style(restarts: u32) -> Style {
-    if restarts == 0 {
-        Style::from(Color::DarkGray)
-    } else {
-        Style::from(Color::Magenta)
-    }
-}
-
-fn memory(rank: &RankView) -> String {
-    if rank.rss_bytes == 0 {
-        String::new()
-    } else {
-        format::bytes(rank.rss_bytes)
-    }
-}
-
-fn beat(rank: &RankView) -> String {
-    rank.beat_age_ms
-        .map(|age_ms| format!("{age_ms} ms"))
-        .unwrap_or_default()
-}
-
-fn rank_line(rank: &RankView) -> Line<'_> {
-    let mut spans = vec![
-        format!("{:<12}", rank.seat.to_string()).bold(),
-        Span::styled(format!("{:<11}", rank.state), state_style(rank.state)),
-    ];
-    if rank.restarts > 0 {
-        spans.push(format!("{} restarts  ", rank.restarts).magenta());
-    }
-    spans.push(Span::from(&*rank.detail).dark_gray());
-    Line::from(spans)
-}
-
-/// States of a sample in the order of its life, with their colours; together they are `intake`.
-fn sample_states(samples: &SampleCounts) -> [(&'static str, u64, Color); 5] {
-    [
-        ("trained", samples.trained, Color::Green),
-        ("extracted", samples.extracted, Color::Cyan),
-        ("leased", samples.leased, Color::Yellow),
-        ("pending", samples.pending, Color::DarkGray),
-        ("quarantined", samples.quarantined, Color::Red),
-    ]
-}
-
-/// A bar of `intake` with one colour per state; its cells are shared out by cumulative rounding.
-fn samples_bar(samples: &SampleCounts, area: Rect, buffer: &mut Buffer) {
-    let states = sample_states(samples);
-    let total: u64 = states.iter().map(|(_, count, _)| count).sum();
-    if total == 0 || area.is_empty() {
-        return;
-    }
-    let cell =
-        |count: u64| (u128::from(count) * u128::from(area.width) + u128::from(total) / 2) / u128::from(total);
-    let (mut sum, mut x) = (0, 0);
-    for (_, count, colour) in states {
-        sum += count;
-        // At most the area's width, as `sum` is at most `total`.
-        let end = cell(sum) as u16;
-        buffer.set_string(
-            area.x + x,
-            area.y,
-            "█".repeat(usize::from(end - x)),
-            Style::from(colour),
-        );
-        x = end;
-    }
-}
-
-fn samples_legend(samples: &SampleCounts) -> Line<'static> {
-    let mut spans = Vec::new();
-    for (name, count, colour) in sample_states(samples) {
-        spans.push(Span::styled("■ ", colour));
-        spans.push(format!("{name} {}  ", format::grouped(count)).into());
-    }
-    spans.push(format!("of {}", format::grouped(samples.intake)).dark_gray());
-    spans.push(format!("  held out {}", format::grouped(samples.held_out)).dark_gray());
-    Line::from(spans)
 }
