@@ -41,6 +41,16 @@ pub(crate) enum LogFormat {
     Json,
 }
 
+impl LogFormat {
+    /// The word that stands for it on the command line.
+    pub(crate) const fn word(self) -> &'static str {
+        match self {
+            Self::Text => "text",
+            Self::Json => "json",
+        }
+    }
+}
+
 /// `eaglet launch`.
 #[derive(Debug, Args)]
 pub(crate) struct LaunchArgs {

@@ -38,7 +38,7 @@ async fn run(arguments: &LaunchArgs, config: ClusterConfig, is_live: bool) -> Re
     let mut interrupts = signal(SignalKind::interrupt()).context("cannot wait for SIGINT")?;
     let mut terminations = signal(SignalKind::terminate()).context("cannot wait for SIGTERM")?;
     let executable = std::env::current_exe().context("cannot find the eaglet executable")?;
-    let launched = coordinator::launch(config, LaunchOptions { executable }).await;
+    let launched = coordinator::launch(config, LaunchOptions { executable, log_format: arguments.log_format.word().to_owned() }).await;
     let mut launched = match launched {
         Ok(launched) => launched,
         Err(error) => {
