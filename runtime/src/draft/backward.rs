@@ -5,14 +5,11 @@
 
 use std::ops::Range;
 
-use super::batch::DraftBatch;
 use super::forward::{Half, half};
-use super::model::Core;
+use super::model::Pass;
 use super::spec::LayerKind;
-use super::workspace::{Activations, Deltas, RowPlan};
-use crate::device::{
-    Attention, AttentionGradients, AttentionInputs, Device, Matrix, MatrixMut, RotaryTable, Turn,
-};
+use super::workspace::{Activations, Deltas};
+use crate::device::{Attention, AttentionGradients, AttentionInputs, Device, Matrix, MatrixMut, Turn};
 
 /// One half of the columns of a projection's gradient `[rows, 2H]`.
 fn half_mut(weight: &mut [f32], hidden: usize, half: Half) -> MatrixMut<'_> {
@@ -24,18 +21,9 @@ fn half_mut(weight: &mut [f32], hidden: usize, half: Half) -> MatrixMut<'_> {
     MatrixMut::strided(&mut weight[start..], rows, hidden, 2 * hidden)
 }
 
-impl<D: Device> Core<D> {
+impl<D: Device> Pass<'_, D> {
     /// Fills `gradient` from `deltas.head_input`, the gradient of what the head read. Overwrites gate and up.
-    pub(super) fn backward(
-        &self,
-        parameters: &[f32],
-        batch: &DraftBatch,
-        plan: &RowPlan,
-        rotary: &RotaryTable,
-        a: &mut Activations,
-        d: &mut Deltas,
-        gradient: &mut [f32],
-    ) {
+    pub(super) fn backward(&self, a: &mut Activations, d: &mut Deltas, gradient: &mut [f32]) {
         gradient.fill(0.0);
         for buffer in [
             &mut d.k,
@@ -47,27 +35,19 @@ impl<D: Device> Core<D> {
         ] {
             buffer.fill(0.0);
         }
-        for step in (0..plan.sizes.steps).rev() {
-            self.mlp_backward(parameters, plan, step, a, d, gradient);
-            self.attend_backward(parameters, plan, step, a, d);
-            self.rotate_backward(parameters, batch, plan, rotary, step, a, d, gradient);
-            self.project_hidden_backward(parameters, plan, step, a, d, gradient);
+        for step in (0..self.plan.sizes.steps).rev() {
+            self.mlp_backward(step, a, d, gradient);
+            self.attend_backward(step, a, d);
+            self.rotate_backward(step, a, d, gradient);
+            self.project_hidden_backward(step, a, d, gradient);
         }
-        self.weights_backward(plan, a, d, gradient);
-        self.project_tokens_backward(parameters, plan, a, d, gradient);
-        self.combine_aux_states_backward(parameters, batch, plan, a, d, gradient);
+        self.weights_backward(a, d, gradient);
+        self.project_tokens_backward(a, d, gradient);
+        self.combine_aux_states_backward(a, d, gradient);
     }
 
-    fn mlp_backward(
-        &self,
-        parameters: &[f32],
-        plan: &RowPlan,
-        step: usize,
-        a: &mut Activations,
-        d: &mut Deltas,
-        gradient: &mut [f32],
-    ) {
-        let (device, sizes, places) = (&*self.device, plan.sizes, &self.layout.places);
+    fn mlp_backward(&self, step: usize, a: &mut Activations, d: &mut Deltas, gradient: &mut [f32]) {
+        let (device, sizes, places) = self.parts();
         let (r, h, i) = (sizes.active, sizes.hidden, sizes.intermediate);
         let (rows, wide, one) = (
             sizes.of_step(step, h),
@@ -75,7 +55,7 @@ impl<D: Device> Core<D> {
             sizes.of_step(step, 1),
         );
         // What the next step sends back arrives behind or before the final norm.
-        if self.spec.norm_output {
+        if self.core.spec.norm_output {
             device.add(&mut d.head_input[rows.clone()], &d.next);
             d.output[rows.clone()].fill(0.0);
         } else {
@@ -87,7 +67,6 @@ impl<D: Device> Core<D> {
             rstd: &a.output_rstd[one.clone()],
         };
         self.norm_backward(
-            parameters,
             &norm,
             &d.head_input[rows.clone()],
             Some(&mut d.output[rows.clone()]),
@@ -95,12 +74,12 @@ impl<D: Device> Core<D> {
         );
 
         let output = Matrix::new(&d.output[rows.clone()], r, h);
-        let weight = Matrix::new(&parameters[places.down.clone()], h, i);
+        let weight = Matrix::new(&self.parameters[places.down.clone()], h, i);
         device.gemm(MatrixMut::new(&mut d.product, r, i), output, weight, 1.0, false);
         let (gate, up) = (&mut a.gate[wide.clone()], &mut a.up[wide.clone()]);
         device.swiglu_backward(gate, up, &d.product);
         for (place, delta, accumulate) in [(&places.gate, gate, false), (&places.up, up, true)] {
-            let weight = Matrix::new(&parameters[place.clone()], i, h);
+            let weight = Matrix::new(&self.parameters[place.clone()], i, h);
             let out = MatrixMut::new(&mut d.middle_norm, r, h);
             device.gemm(out, Matrix::new(delta, r, i), weight, 1.0, accumulate);
         }
@@ -110,26 +89,13 @@ impl<D: Device> Core<D> {
             x: &a.middle[rows.clone()],
             rstd: &a.middle_rstd[one],
         };
-        self.norm_backward(
-            parameters,
-            &norm,
-            &d.middle_norm,
-            Some(&mut d.middle[rows]),
-            gradient,
-        );
+        self.norm_backward(&norm, &d.middle_norm, Some(&mut d.middle[rows]), gradient);
     }
 
-    fn attend_backward(
-        &self,
-        parameters: &[f32],
-        plan: &RowPlan,
-        step: usize,
-        a: &Activations,
-        d: &mut Deltas,
-    ) {
-        let (device, sizes, places) = (&*self.device, plan.sizes, &self.layout.places);
+    fn attend_backward(&self, step: usize, a: &Activations, d: &mut Deltas) {
+        let (device, sizes, places) = self.parts();
         let (r, h) = (sizes.active, sizes.hidden);
-        let weight = Matrix::new(&parameters[places.o.clone()], h, sizes.query);
+        let weight = Matrix::new(&self.parameters[places.o.clone()], h, sizes.query);
         let middle = Matrix::new(&d.middle[sizes.of_step(step, h)], r, h);
         device.gemm(
             MatrixMut::new(&mut d.attention, r, sizes.query),
@@ -157,33 +123,39 @@ impl<D: Device> Core<D> {
             dv_diagonal,
         };
         let attention = Attention {
-            shape: self.attention_shape(),
-            plan: &plan.attention,
+            shape: self.core.attention_shape(),
+            plan: &self.plan.attention,
             diagonals: step,
         };
-        let lse = &a.lse[sizes.of_step(step, self.spec.heads)];
+        let lse = &a.lse[sizes.of_step(step, self.core.spec.heads)];
         device.attention_backward(&attention, &inputs, lse, &d.attention, gradients);
     }
 
-    fn rotate_backward(
-        &self,
-        parameters: &[f32],
-        batch: &DraftBatch,
-        plan: &RowPlan,
-        rotary: &RotaryTable,
-        step: usize,
-        a: &Activations,
-        d: &mut Deltas,
-        gradient: &mut [f32],
-    ) {
-        let (device, sizes, places, dim) =
-            (&*self.device, plan.sizes, &self.layout.places, self.spec.head_dim);
+    fn rotate_backward(&self, step: usize, a: &Activations, d: &mut Deltas, gradient: &mut [f32]) {
+        let (device, sizes, places) = self.parts();
+        let dim = self.core.spec.head_dim;
         let (queries, keys) = (sizes.of_step(step, sizes.query), sizes.keys_of_step(step));
-        let positions = &plan.rotary[sizes.of_step(step, 1)];
-        device.rotate(&mut d.q[queries.clone()], dim, rotary, positions, Turn::Backward);
-        let key_positions = if step == 0 { &batch.position_ids } else { positions };
-        device.rotate(&mut d.k[keys.clone()], dim, rotary, key_positions, Turn::Backward);
-        if self.spec.layer == LayerKind::Qwen3 {
+        let positions = &self.plan.rotary[sizes.of_step(step, 1)];
+        device.rotate(
+            &mut d.q[queries.clone()],
+            dim,
+            self.rotary,
+            positions,
+            Turn::Backward,
+        );
+        let key_positions = if step == 0 {
+            &self.batch.position_ids
+        } else {
+            positions
+        };
+        device.rotate(
+            &mut d.k[keys.clone()],
+            dim,
+            self.rotary,
+            key_positions,
+            Turn::Backward,
+        );
+        if self.core.spec.layer == LayerKind::Qwen3 {
             let heads = [
                 (queries, &places.q_norm, &a.q_raw, &a.q_rstd, &mut d.q),
                 (keys, &places.k_norm, &a.k_raw, &a.k_rstd, &mut d.k),
@@ -196,27 +168,19 @@ impl<D: Device> Core<D> {
                 };
                 let before = &mut d.raw[..range.len()];
                 before.fill(0.0);
-                self.norm_backward(parameters, &norm, &delta[range.clone()], Some(before), gradient);
+                self.norm_backward(&norm, &delta[range.clone()], Some(before), gradient);
                 delta[range].copy_from_slice(before);
             }
         }
     }
 
     /// Sends gradients of queries, keys and values to the hidden input and to the tokens' share.
-    fn project_hidden_backward(
-        &self,
-        parameters: &[f32],
-        plan: &RowPlan,
-        step: usize,
-        a: &Activations,
-        d: &mut Deltas,
-        gradient: &mut [f32],
-    ) {
-        let (device, sizes, places) = (&*self.device, plan.sizes, &self.layout.places);
+    fn project_hidden_backward(&self, step: usize, a: &Activations, d: &mut Deltas, gradient: &mut [f32]) {
+        let (device, sizes, places) = self.parts();
         let (t, r, h) = (sizes.positions, sizes.active, sizes.hidden);
         let rows = sizes.of_step(step, h);
-        let token_rows = &plan.token_rows[sizes.of_step(step, 1)];
-        let weight = |place: &Range<usize>| half(&parameters[place.clone()], h, Half::Hidden);
+        let token_rows = &self.plan.token_rows[sizes.of_step(step, 1)];
+        let weight = |place: &Range<usize>| half(&self.parameters[place.clone()], h, Half::Hidden);
         let dq = Matrix::new(&d.q[sizes.of_step(step, sizes.query)], r, sizes.query);
         device.scatter_add(
             dq,
@@ -230,7 +194,7 @@ impl<D: Device> Core<D> {
             1.0,
             false,
         );
-        if self.spec.norm_before_residual {
+        if self.core.spec.norm_before_residual {
             device.add(&mut d.hidden_norm, &d.middle[rows.clone()]);
         }
         let keys = sizes.keys_of_step(step);
@@ -260,12 +224,12 @@ impl<D: Device> Core<D> {
             }
         }
         if step > 0 {
-            if self.spec.norm_before_residual {
+            if self.core.spec.norm_before_residual {
                 d.next.fill(0.0);
             } else {
                 d.next.copy_from_slice(&d.middle[rows]);
             }
-            let input = if self.spec.norm_output {
+            let input = if self.core.spec.norm_output {
                 &a.head_input
             } else {
                 &a.output
@@ -279,27 +243,31 @@ impl<D: Device> Core<D> {
                 x,
                 rstd,
             };
-            self.norm_backward(parameters, &norm, &d.hidden_norm, Some(&mut d.next), gradient);
+            self.norm_backward(&norm, &d.hidden_norm, Some(&mut d.next), gradient);
         } else {
             let active = Matrix::new(&d.hidden_norm, r, h);
-            device.scatter_add(active, &plan.active, MatrixMut::new(&mut d.first_norm, t, h));
+            device.scatter_add(active, &self.plan.active, MatrixMut::new(&mut d.first_norm, t, h));
             d.fc_output.fill(0.0);
-            if !self.spec.norm_before_residual {
+            if !self.core.spec.norm_before_residual {
                 let residual = Matrix::new(&d.middle[rows], r, h);
-                device.scatter_add(residual, &plan.active, MatrixMut::new(&mut d.fc_output, t, h));
+                device.scatter_add(
+                    residual,
+                    &self.plan.active,
+                    MatrixMut::new(&mut d.fc_output, t, h),
+                );
             }
             let norm = Norm {
                 place: &places.hidden_norm,
                 x: &a.fc_output,
                 rstd: &a.first_rstd,
             };
-            self.norm_backward(parameters, &norm, &d.first_norm, Some(&mut d.fc_output), gradient);
+            self.norm_backward(&norm, &d.first_norm, Some(&mut d.fc_output), gradient);
         }
     }
 
     /// Weight gradients of the layer: every product over all steps at once.
-    fn weights_backward(&self, plan: &RowPlan, a: &Activations, d: &Deltas, gradient: &mut [f32]) {
-        let (device, sizes, places) = (&*self.device, plan.sizes, &self.layout.places);
+    fn weights_backward(&self, a: &Activations, d: &Deltas, gradient: &mut [f32]) {
+        let (device, sizes, places) = self.parts();
         let (n, t, h, i) = (sizes.stacked(), sizes.positions, sizes.hidden, sizes.intermediate);
         let products = [
             (&places.o, &d.middle, h, &a.attention, sizes.query),
@@ -334,15 +302,8 @@ impl<D: Device> Core<D> {
         }
     }
 
-    fn project_tokens_backward(
-        &self,
-        parameters: &[f32],
-        plan: &RowPlan,
-        a: &Activations,
-        d: &mut Deltas,
-        gradient: &mut [f32],
-    ) {
-        let (device, sizes, places) = (&*self.device, plan.sizes, &self.layout.places);
+    fn project_tokens_backward(&self, a: &Activations, d: &mut Deltas, gradient: &mut [f32]) {
+        let (device, sizes, places) = self.parts();
         let (n, h) = (sizes.tokens(), sizes.hidden);
         let stacks = [
             (&places.q, &d.token_q, sizes.query),
@@ -359,7 +320,7 @@ impl<D: Device> Core<D> {
                 1.0,
                 false,
             );
-            let weight = half(&parameters[place.clone()], h, Half::Token);
+            let weight = half(&self.parameters[place.clone()], h, Half::Token);
             device.gemm(
                 MatrixMut::new(&mut d.embedding_norm, n, h),
                 delta,
@@ -373,23 +334,15 @@ impl<D: Device> Core<D> {
             x: &a.embedding,
             rstd: &a.embedding_rstd,
         };
-        self.norm_backward(parameters, &norm, &d.embedding_norm, None, gradient);
+        self.norm_backward(&norm, &d.embedding_norm, None, gradient);
     }
 
-    fn combine_aux_states_backward(
-        &self,
-        parameters: &[f32],
-        batch: &DraftBatch,
-        plan: &RowPlan,
-        a: &Activations,
-        d: &mut Deltas,
-        gradient: &mut [f32],
-    ) {
-        let (device, sizes, places) = (&*self.device, plan.sizes, &self.layout.places);
+    fn combine_aux_states_backward(&self, a: &Activations, d: &mut Deltas, gradient: &mut [f32]) {
+        let (device, sizes, places) = self.parts();
         let (t, h, aux) = (sizes.positions, sizes.hidden, sizes.aux);
         let delta = Matrix::new(&d.fc_output, t, h);
         let input = if places.fc_norms.is_empty() {
-            &batch.hidden
+            &self.batch.hidden
         } else {
             &a.fc_input
         };
@@ -398,12 +351,12 @@ impl<D: Device> Core<D> {
         if places.fc_norms.is_empty() {
             return;
         }
-        let weight = Matrix::new(&parameters[places.fc.clone()], h, aux);
+        let weight = Matrix::new(&self.parameters[places.fc.clone()], h, aux);
         device.gemm(MatrixMut::new(&mut d.fc_input, t, aux), delta, weight, 1.0, false);
         for (i, norm) in places.fc_norms.iter().enumerate() {
             let width = norm.len();
             let x = Matrix::strided(
-                &batch.hidden[(i * width).min(batch.hidden.len())..],
+                &self.batch.hidden[(i * width).min(self.batch.hidden.len())..],
                 t,
                 width,
                 aux,
@@ -415,22 +368,17 @@ impl<D: Device> Core<D> {
     }
 
     /// Adds a norm's input gradient to `dx` and its weight gradient to `gradient`.
-    fn norm_backward(
-        &self,
-        parameters: &[f32],
-        norm: &Norm<'_>,
-        dy: &[f32],
-        dx: Option<&mut [f32]>,
-        gradient: &mut [f32],
-    ) {
+    fn norm_backward(&self, norm: &Norm<'_>, dy: &[f32], dx: Option<&mut [f32]>, gradient: &mut [f32]) {
         let (rows, width) = (norm.rstd.len(), norm.place.len());
         let (x, dy) = (Matrix::new(norm.x, rows, width), Matrix::new(dy, rows, width));
         if let Some(dx) = dx {
-            let weight = &parameters[norm.place.clone()];
-            self.device
+            let weight = &self.parameters[norm.place.clone()];
+            self.core
+                .device
                 .rms_norm_backward(x, weight, norm.rstd, dy, MatrixMut::new(dx, rows, width));
         }
-        self.device
+        self.core
+            .device
             .rms_norm_weight_gradient(x, norm.rstd, dy, &mut gradient[norm.place.clone()]);
     }
 }

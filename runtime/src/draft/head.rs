@@ -6,7 +6,7 @@
 
 use super::batch::DraftBatch;
 use super::metrics::{StepMetrics, TttMetrics};
-use super::model::Core;
+use super::model::Pass;
 use super::workspace::{Activations, Deltas, RowPlan};
 use crate::device::{Device, Matrix, MatrixMut, RowLoss, TargetRow};
 
@@ -54,18 +54,16 @@ fn block_rows(vocabulary: usize) -> usize {
     (BLOCK_ELEMENTS / vocabulary).clamp(BLOCK_ROWS, 4 * BLOCK_ROWS)
 }
 
-impl<D: Device> Core<D> {
+impl<D: Device> Pass<'_, D> {
     /// Losses and metrics; writes the gradient of what the head read when `deltas` is given.
     pub(super) fn loss(
         &self,
-        batch: &DraftBatch,
-        plan: &RowPlan,
         a: &Activations,
         mut deltas: Option<&mut Deltas>,
         b: &mut HeadBuffers,
     ) -> StepMetrics {
-        let (sizes, steps) = (plan.sizes, self.training.ttt_steps);
-        let masked = |position: usize| batch.loss_mask[position] != 0;
+        let (sizes, steps) = (self.plan.sizes, self.core.training.ttt_steps);
+        let masked = |position: usize| self.batch.loss_mask[position] != 0;
         let mut totals = vec![0_usize; steps];
         for (step, total) in totals.iter_mut().enumerate() {
             *total = (step..sizes.positions)
@@ -74,7 +72,7 @@ impl<D: Device> Core<D> {
         }
         let normaliser: Vec<f64> = totals.iter().map(|&total| total as f64 + MASK_EPSILON).collect();
         let coefficients: Vec<f32> = (0..steps)
-            .map(|step| (self.training.step_loss_decay.powi(step as i32) / normaliser[step]) as f32)
+            .map(|step| (self.core.training.step_loss_decay.powi(step as i32) / normaliser[step]) as f32)
             .collect();
         if let Some(deltas) = deltas.as_deref_mut() {
             deltas.head_input.fill(0.0);
@@ -84,19 +82,19 @@ impl<D: Device> Core<D> {
         b.target_top.clear();
         b.target_top.resize(sizes.positions, 0);
         let mut sums = vec![0.0_f64; steps];
-        let limit = block_rows(self.spec.draft_vocab_size);
+        let limit = block_rows(self.core.spec.draft_vocab_size);
         let mut next = 0;
         while next < sizes.positions {
             b.rows.clear();
             b.target_positions.clear();
             while next < sizes.positions && b.rows.len() + b.target_positions.len() + steps < limit {
-                self.push_rows(batch, plan, next, b);
+                self.push_rows(next, b);
                 next += 1;
             }
             if b.rows.is_empty() {
                 continue;
             }
-            self.block(batch, plan, a, deltas.as_deref_mut(), &coefficients, b);
+            self.block(a, deltas.as_deref_mut(), &coefficients, b);
             for (row, loss) in b.rows.iter().zip(&b.losses) {
                 if row.masked {
                     sums[row.step] += f64::from(loss.loss);
@@ -114,14 +112,14 @@ impl<D: Device> Core<D> {
         };
         for step in 0..steps {
             let loss = sums[step] / normaliser[step];
-            metrics.loss += self.training.step_loss_decay.powi(step as i32) * loss;
+            metrics.loss += self.core.training.step_loss_decay.powi(step as i32) * loss;
             metrics.steps.push(TttMetrics {
                 loss,
                 full_total: totals[step] as f64,
                 ..TttMetrics::default()
             });
         }
-        count_matches(batch, plan, b, &mut metrics.steps);
+        count_matches(self.batch, self.plan, b, &mut metrics.steps);
         metrics
     }
 
@@ -129,13 +127,13 @@ impl<D: Device> Core<D> {
     ///
     /// A row counts where its target is masked. A masked position whose target is not, but a later step's is, is
     /// compared as well, with weight zero: the accuracy of that later step depends on this one.
-    fn push_rows(&self, batch: &DraftBatch, plan: &RowPlan, target: usize, b: &mut HeadBuffers) {
-        let (active, steps) = (plan.sizes.active, self.training.ttt_steps);
-        let is_masked = |position: usize| batch.loss_mask.get(position).is_some_and(|&mask| mask != 0);
+    fn push_rows(&self, target: usize, b: &mut HeadBuffers) {
+        let (active, steps) = (self.plan.sizes.active, self.core.training.ttt_steps);
+        let is_masked = |position: usize| self.batch.loss_mask.get(position).is_some_and(|&mask| mask != 0);
         let before = b.rows.len();
         for step in 0..steps.min(target + 1) {
             let position = target - step;
-            let place = plan.place[position];
+            let place = self.plan.place[position];
             let masked = is_masked(target);
             let bridges =
                 || is_masked(position) && (step + 1..steps).any(|later| is_masked(position + later));
@@ -154,18 +152,14 @@ impl<D: Device> Core<D> {
         }
     }
 
-    fn block(
-        &self,
-        batch: &DraftBatch,
-        plan: &RowPlan,
-        a: &Activations,
-        deltas: Option<&mut Deltas>,
-        coefficients: &[f32],
-        b: &mut HeadBuffers,
-    ) {
-        let (device, h, v) = (&*self.device, self.spec.hidden_size, self.spec.draft_vocab_size);
+    fn block(&self, a: &Activations, deltas: Option<&mut Deltas>, coefficients: &[f32], b: &mut HeadBuffers) {
+        let (device, h, v) = (
+            &*self.core.device,
+            self.core.spec.hidden_size,
+            self.core.spec.draft_vocab_size,
+        );
         let (targets, drafts) = (b.target_positions.len(), b.rows.len());
-        let stacked = plan.sizes.stacked();
+        let stacked = self.plan.sizes.stacked();
         b.stack_rows.clear();
         b.stack_rows.extend(b.rows.iter().map(|row| row.stack_row));
         b.target_of.clear();
@@ -181,7 +175,6 @@ impl<D: Device> Core<D> {
         b.inputs.resize((targets + drafts) * h, 0.0);
         b.logits.resize((targets + drafts) * v, 0.0);
         self.target_inputs(
-            batch,
             &b.target_positions,
             &mut b.raw,
             &mut b.rstd,
@@ -193,8 +186,8 @@ impl<D: Device> Core<D> {
             &b.stack_rows,
             draft_inputs,
         );
-        let lm_head = Matrix::new(&self.frozen.lm_head, v, h);
-        if self.frozen.heads_are_shared() {
+        let lm_head = Matrix::new(&self.core.frozen.lm_head, v, h);
+        if self.core.frozen.heads_are_shared() {
             let rows = targets + drafts;
             let logits = MatrixMut::new(&mut b.logits, rows, v);
             device.gemm(
@@ -205,7 +198,7 @@ impl<D: Device> Core<D> {
                 false,
             );
         } else {
-            let head = Matrix::new(&self.frozen.verifier_head, v, h).transposed();
+            let head = Matrix::new(&self.core.frozen.verifier_head, v, h).transposed();
             let logits = MatrixMut::new(&mut b.logits[..targets * v], targets, v);
             device.gemm(
                 logits,
@@ -245,29 +238,35 @@ impl<D: Device> Core<D> {
     /// What the verifier's head reads at `positions`: its last hidden states behind its final norm.
     pub(super) fn target_inputs(
         &self,
-        batch: &DraftBatch,
         positions: &[u32],
         raw: &mut Vec<f32>,
         rstd: &mut Vec<f32>,
         out: &mut [f32],
     ) {
-        let (device, h, n) = (&*self.device, self.spec.hidden_size, positions.len());
+        let (device, h, n) = (&*self.core.device, self.core.spec.hidden_size, positions.len());
         raw.resize(n * h, 0.0);
         rstd.resize(n, 0.0);
-        let all = Matrix::new(&batch.last_hidden, batch.len(), h);
+        let all = Matrix::new(&self.batch.last_hidden, self.batch.len(), h);
         device.gather(all, positions, MatrixMut::new(raw, n, h));
-        let (norm, eps) = (&self.frozen.verifier_norm, self.frozen.verifier_norm_eps);
+        let (norm, eps) = (
+            &self.core.frozen.verifier_norm,
+            self.core.frozen.verifier_norm_eps,
+        );
         device.rms_norm(Matrix::new(raw, n, h), norm, eps, MatrixMut::new(out, n, h), rstd);
     }
 
     /// Arg-max of every draft row, `[S·R]`.
-    pub(super) fn proposals<'b>(&self, plan: &RowPlan, a: &Activations, b: &'b mut HeadBuffers) -> &'b [u32] {
-        let (device, h, v) = (&*self.device, self.spec.hidden_size, self.spec.draft_vocab_size);
-        let stacked = plan.sizes.stacked();
+    pub(super) fn proposals<'b>(&self, a: &Activations, b: &'b mut HeadBuffers) -> &'b [u32] {
+        let (device, h, v) = (
+            &*self.core.device,
+            self.core.spec.hidden_size,
+            self.core.spec.draft_vocab_size,
+        );
+        let stacked = self.plan.sizes.stacked();
         b.draft_top.resize(stacked, 0);
         let limit = block_rows(v);
         b.logits.resize(limit.min(stacked) * v, 0.0);
-        let head = Matrix::new(&self.frozen.lm_head, v, h).transposed();
+        let head = Matrix::new(&self.core.frozen.lm_head, v, h).transposed();
         for first in (0..stacked).step_by(limit) {
             let rows = limit.min(stacked - first);
             let logits = &mut b.logits[..rows * v];

@@ -7,10 +7,10 @@ use super::batch::DraftBatch;
 use super::error::DraftError;
 use super::frozen::FrozenWeights;
 use super::head::HeadBuffers;
-use super::layout::ParameterLayout;
+use super::layout::{ParameterLayout, Places};
 use super::metrics::{StepMetrics, TttMetrics};
 use super::spec::DraftSpec;
-use super::workspace::{Activations, Deltas, RowPlan, Wanted};
+use super::workspace::{Activations, Deltas, RowPlan, Sizes, Wanted};
 use crate::device::{AttentionShape, Device, RotaryTable};
 
 /// How a draft is trained, apart from the optimizer.
@@ -30,6 +30,23 @@ pub(super) struct Core<D> {
     pub(super) frozen: FrozenWeights,
     pub(super) device: Arc<D>,
     pub(super) layout: ParameterLayout,
+}
+
+/// What one pass over one row reads: forward and backward are methods of it.
+#[derive(Debug)]
+pub(super) struct Pass<'a, D> {
+    pub(super) core: &'a Core<D>,
+    pub(super) parameters: &'a [f32],
+    pub(super) batch: &'a DraftBatch,
+    pub(super) plan: &'a RowPlan,
+    pub(super) rotary: &'a RotaryTable,
+}
+
+impl<D: Device> Pass<'_, D> {
+    /// What nearly every operation needs.
+    pub(super) fn parts(&self) -> (&D, Sizes, &Places) {
+        (&self.core.device, self.plan.sizes, &self.core.layout.places)
+    }
 }
 
 /// A draft with its frozen weights and the buffers of its training step. The parameters stay with the caller.
@@ -188,11 +205,17 @@ impl<D: Device> Draft<D> {
             deltas,
             head,
         } = self;
-        let device = Arc::clone(&core.device);
-        Ok(device.install(|| {
-            core.forward(parameters, batch, plan, rotary, activations);
-            let metrics = core.loss(batch, plan, activations, Some(deltas), head);
-            core.backward(parameters, batch, plan, rotary, activations, deltas, gradient);
+        let pass = Pass {
+            core,
+            parameters,
+            batch,
+            plan,
+            rotary,
+        };
+        Ok(pass.core.device.install(|| {
+            pass.forward(activations);
+            let metrics = pass.loss(activations, Some(deltas), head);
+            pass.backward(activations, deltas, gradient);
             metrics
         }))
     }
@@ -212,10 +235,16 @@ impl<D: Device> Draft<D> {
             head,
             ..
         } = self;
-        let device = Arc::clone(&core.device);
-        Ok(device.install(|| {
-            core.forward(parameters, batch, plan, rotary, activations);
-            core.loss(batch, plan, activations, None, head)
+        let pass = Pass {
+            core,
+            parameters,
+            batch,
+            plan,
+            rotary,
+        };
+        Ok(pass.core.device.install(|| {
+            pass.forward(activations);
+            pass.loss(activations, None, head)
         }))
     }
 
@@ -252,10 +281,16 @@ impl<D: Device> Draft<D> {
         if plan.active.is_empty() {
             return Ok(acceptance);
         }
-        let device = Arc::clone(&core.device);
-        let proposals = device.install(|| {
-            core.forward(parameters, batch, plan, rotary, activations);
-            core.proposals(plan, activations, head)
+        let pass = Pass {
+            core,
+            parameters,
+            batch,
+            plan,
+            rotary,
+        };
+        let proposals = pass.core.device.install(|| {
+            pass.forward(activations);
+            pass.proposals(activations, head)
         });
         let proposal = |step: usize, position: usize| {
             draft_to_target[proposals[step * plan.sizes.active + plan.place[position] as usize] as usize]

@@ -480,3 +480,89 @@ fn fresh_parameters_depend_on_seed_and_name_alone() {
     }
     assert_ne!(a, init_parameters(&layout, 2));
 }
+
+/// A row long enough for several blocks of attention, of products and of logits.
+fn long_row() -> (DraftSpec, FrozenWeights, DraftBatch) {
+    let (h, v, positions) = (32, 700, 400);
+    let spec = DraftSpec {
+        hidden_size: h,
+        intermediate_size: 96,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 16,
+        vocab_size: v,
+        draft_vocab_size: v,
+        rope: Rope::new(10000.0, 16),
+        sliding_window: Some(100),
+        norm_before_fc: true,
+        ..spec()
+    };
+    let head: Arc<[f32]> = fill(v * h, 1.0, 0.4, 0.0).into();
+    let frozen = FrozenWeights {
+        embed: fill(v * h, 2.0, 0.5, 0.0).into(),
+        verifier_head: Arc::clone(&head),
+        verifier_norm: fill(h, 3.0, 0.1, 1.0).into(),
+        verifier_norm_eps: 1e-5,
+        lm_head: head,
+    };
+    let documents = vec![0..170, 170..positions];
+    let batch = DraftBatch {
+        tokens: (0..positions as u32).map(|i| i * 37 % v as u32).collect(),
+        hidden: fill(positions * 3 * h, 4.0, 1.0, 0.0),
+        last_hidden: fill(positions * h, 5.0, 1.0, 0.0),
+        loss_mask: (0..positions).map(|i| u8::from(i % 200 > 60)).collect(),
+        position_ids: documents.iter().flat_map(|d| 1..=d.len() as u32).collect(),
+        documents,
+    };
+    (spec, frozen, batch)
+}
+
+#[test]
+fn a_long_row_has_the_loss_of_its_logits_and_the_same_bits_on_any_number_of_threads() {
+    let (spec, frozen, batch) = long_row();
+    let training = TrainingSpec {
+        ttt_steps: 3,
+        step_loss_decay: 0.8,
+    };
+    let mut results = Vec::new();
+    for threads in [1, 2, 5] {
+        let device = Arc::new(Cpu::new(threads).expect("threads"));
+        let mut draft = Draft::new(spec.clone(), training, frozen.clone(), device).expect("a draft");
+        let parameters = init_parameters(draft.layout(), 3);
+        let mut gradient = vec![f32::NAN; parameters.len()];
+        let metrics = draft
+            .gradient(&parameters, &batch, &mut gradient)
+            .expect("a gradient");
+        let ids: Vec<u32> = (0..spec.vocab_size as u32).collect();
+        let acceptance = draft.evaluate(&parameters, &batch, &ids).expect("sums");
+        if threads == 1 {
+            let trace = draft.trace(&parameters, &batch).expect("a trace");
+            let softmax = |logits: &[f32]| -> Vec<f64> {
+                let exps: Vec<f64> = logits.iter().map(|&x| f64::from(x).exp()).collect();
+                let sum: f64 = exps.iter().sum();
+                exps.into_iter().map(|e| e / sum).collect()
+            };
+            let v = spec.draft_vocab_size;
+            for (k, (step, ours)) in trace.steps.iter().zip(&metrics.steps).enumerate() {
+                let masked: Vec<usize> = (k..batch.len())
+                    .filter(|&target| batch.loss_mask[target] != 0)
+                    .collect();
+                let kl = masked.iter().map(|&target| {
+                    let p = softmax(&trace.targets[target * v..][..v]);
+                    let q = softmax(&step.logits[(target - k) * v..][..v]);
+                    p.iter().zip(q).map(|(p, q)| p * (p / q).ln()).sum::<f64>()
+                });
+                let expected = kl.sum::<f64>() / (masked.len() as f64 + 1e-5);
+                assert!(
+                    (ours.loss - expected).abs() < 1e-5 * expected,
+                    "step {k}: {} for {expected}",
+                    ours.loss
+                );
+                assert_eq!(ours.full_total, masked.len() as f64);
+            }
+        }
+        results.push((metrics, gradient, acceptance));
+    }
+    assert!(results.windows(2).all(|pair| pair[0] == pair[1]));
+    assert!(results[0].2.verifications > 100);
+}

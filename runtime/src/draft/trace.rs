@@ -2,7 +2,7 @@
 
 use super::batch::DraftBatch;
 use super::error::DraftError;
-use super::model::Draft;
+use super::model::{Draft, Pass};
 use super::workspace::Wanted;
 use crate::device::{Device, Matrix, MatrixMut};
 
@@ -39,7 +39,14 @@ impl<D: Device> Draft<D> {
         self.core.check(parameters, batch)?;
         self.prepare(batch, Wanted::All);
         let (core, a, sizes) = (&self.core, &mut self.activations, self.plan.sizes);
-        core.forward(parameters, batch, &self.plan, &self.rotary, a);
+        let pass = Pass {
+            core,
+            parameters,
+            batch,
+            plan: &self.plan,
+            rotary: &self.rotary,
+        };
+        pass.forward(a);
         let (n, h, v) = (sizes.positions, core.spec.hidden_size, core.spec.draft_vocab_size);
         let logits = |inputs: &[f32], head: &[f32]| {
             let mut logits = vec![0.0; n * v];
@@ -54,13 +61,7 @@ impl<D: Device> Draft<D> {
             logits
         };
         let mut inputs = vec![0.0; n * h];
-        core.target_inputs(
-            batch,
-            &self.plan.active,
-            &mut Vec::new(),
-            &mut Vec::new(),
-            &mut inputs,
-        );
+        pass.target_inputs(&self.plan.active, &mut Vec::new(), &mut Vec::new(), &mut inputs);
         let targets = logits(&inputs, &core.frozen.verifier_head);
         let steps = (0..sizes.steps).map(|step| {
             let head_input = a.head_input[sizes.of_step(step, h)].to_vec();

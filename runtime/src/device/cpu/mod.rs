@@ -179,9 +179,9 @@ impl Device for Cpu {
                 .enumerate()
                 .for_each(|(chunk, dweight)| {
                     let columns = chunk * COLUMNS..chunk * COLUMNS + dweight.len();
-                    for r in 0..x.rows {
+                    for (r, &rstd) in rstd.iter().enumerate() {
                         let (x, dy) = (&row(&x, r)[columns.clone()], &row(&dy, r)[columns.clone()]);
-                        simd::rms_norm_weight(x, rstd[r], dy, dweight);
+                        simd::rms_norm_weight(x, rstd, dy, dweight);
                     }
                 });
         });
