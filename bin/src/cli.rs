@@ -41,6 +41,16 @@ pub(crate) enum LogFormat {
     Json,
 }
 
+impl LogFormat {
+    /// The word that stands for it on the command line.
+    pub(crate) const fn word(self) -> &'static str {
+        match self {
+            Self::Text => "text",
+            Self::Json => "json",
+        }
+    }
+}
+
 /// `eaglet launch`.
 #[derive(Debug, Args)]
 pub(crate) struct LaunchArgs {
@@ -198,7 +208,7 @@ mod tests {
             "--parent",
             "1",
             "--log-format",
-            "json",
+            LogFormat::Json.word(),
         ];
         let cli = Cli::try_parse_from(words.into_iter().chain(rest)).expect("it is right");
         let Command::Rank(rank) = cli.command else {
