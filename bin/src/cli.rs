@@ -208,7 +208,7 @@ mod tests {
             "--parent",
             "1",
             "--log-format",
-            "json",
+            LogFormat::Json.word(),
         ];
         let cli = Cli::try_parse_from(words.into_iter().chain(rest)).expect("it is right");
         let Command::Rank(rank) = cli.command else {

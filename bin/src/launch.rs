@@ -24,7 +24,12 @@ const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 /// If the process cannot log, or has no threads or signals to work with.
 pub(crate) fn launch(arguments: &LaunchArgs, config: ClusterConfig) -> Result<Exit> {
     let is_live = !arguments.plain && io::stdout().is_terminal();
-    logging::start(&config.run.directory, "coordinator", arguments.log_format, !is_live)?;
+    logging::start(
+        &config.run.directory,
+        "coordinator",
+        arguments.log_format,
+        !is_live,
+    )?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .thread_name("coordinator")
@@ -38,7 +43,11 @@ async fn run(arguments: &LaunchArgs, config: ClusterConfig, is_live: bool) -> Re
     let mut interrupts = signal(SignalKind::interrupt()).context("cannot wait for SIGINT")?;
     let mut terminations = signal(SignalKind::terminate()).context("cannot wait for SIGTERM")?;
     let executable = std::env::current_exe().context("cannot find the eaglet executable")?;
-    let launched = coordinator::launch(config, LaunchOptions { executable, log_format: arguments.log_format.word().to_owned() }).await;
+    let options = LaunchOptions {
+        executable,
+        log_format: arguments.log_format.word().to_owned(),
+    };
+    let launched = coordinator::launch(config, options).await;
     let mut launched = match launched {
         Ok(launched) => launched,
         Err(error) => {
@@ -67,7 +76,11 @@ async fn run(arguments: &LaunchArgs, config: ClusterConfig, is_live: bool) -> Re
         }
     };
     launched.close().await;
-    if let Err(error) = view.await.context("the view ended badly").and_then(|shown| shown.context("cannot show the run")) {
+    if let Err(error) = view
+        .await
+        .context("the view ended badly")
+        .and_then(|shown| shown.context("cannot show the run"))
+    {
         tracing::error!("{error:#}");
     }
     Ok(match outcome {
@@ -92,7 +105,12 @@ fn start_view(
 ) -> Result<tokio::task::JoinHandle<io::Result<()>>> {
     let snapshots = launched.snapshots();
     if !is_live {
-        return Ok(tokio::spawn(plain::follow(snapshots, arguments.log_format, PLAIN_INTERVAL, io::stdout())));
+        return Ok(tokio::spawn(plain::follow(
+            snapshots,
+            arguments.log_format,
+            PLAIN_INTERVAL,
+            io::stdout(),
+        )));
     }
     let thread = live::show(snapshots, move || {
         // After the end there is nothing left to stop.
@@ -100,7 +118,11 @@ fn start_view(
     })
     .context("cannot start the live view")?;
     Ok(tokio::task::spawn_blocking(move || {
-        thread.join().unwrap_or_else(|_| Err(io::Error::other("the live view panicked; see the coordinator's log")))
+        thread.join().unwrap_or_else(|_| {
+            Err(io::Error::other(
+                "the live view panicked; see the coordinator's log",
+            ))
+        })
     }))
 }
 
@@ -111,7 +133,12 @@ fn start_view(
 pub(crate) fn occupy(arguments: &RankArgs) -> Result<Exit> {
     let token = std::env::var(TOKEN_VARIABLE)
         .with_context(|| format!("{TOKEN_VARIABLE} is not set; ranks are started by `eaglet launch`"))?;
-    logging::start(&arguments.run_directory, &arguments.seat.to_string(), arguments.log_format, true)?;
+    logging::start(
+        &arguments.run_directory,
+        &arguments.seat.to_string(),
+        arguments.log_format,
+        true,
+    )?;
     rank::run(&RankArguments {
         coordinator: arguments.coordinator.clone(),
         token,

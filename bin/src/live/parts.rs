@@ -154,12 +154,19 @@ pub(super) fn samples_legend(samples: &SampleCounts) -> Line<'static> {
 
 /// The same for a narrow terminal.
 pub(super) fn samples_summary(samples: &SampleCounts) -> Line<'static> {
-    let done = format!("{}/{}", format::grouped(samples.trained), format::grouped(samples.intake));
+    let done = format!(
+        "{}/{}",
+        format::grouped(samples.trained),
+        format::grouped(samples.intake)
+    );
     let mut spans = vec!["trained ".green(), done.into()];
     spans.extend(["  extracted ".cyan(), format::grouped(samples.extracted).into()]);
     spans.extend(["  leased ".yellow(), format::grouped(samples.leased).into()]);
     if samples.quarantined > 0 {
-        spans.extend(["  quarantined ".red(), format::grouped(samples.quarantined).into()]);
+        spans.extend([
+            "  quarantined ".red(),
+            format::grouped(samples.quarantined).into(),
+        ]);
     }
     Line::from(spans)
 }

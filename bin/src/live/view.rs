@@ -12,8 +12,8 @@ use ratatui::widgets::{Axis, Cell, Chart, Dataset, GraphType, LineGauge, Row, Ta
 
 use super::format;
 use super::parts::{
-    beat, finite, is_down, memory, panel, rank_line, restarts_style, row, samples_bar, samples_legend, samples_summary,
-    sparkline, state_style, waiting,
+    beat, finite, is_down, memory, panel, rank_line, restarts_style, row, samples_bar, samples_legend,
+    samples_summary, sparkline, state_style, waiting,
 };
 
 /// Smallest size that gets panels, in cells.
@@ -56,7 +56,11 @@ impl View<'_> {
 
         let counts = &snapshot.samples;
         let (intake, held_out) = (format::grouped(counts.intake), format::grouped(counts.held_out));
-        let inner = panel(&format!("samples: {intake} taken in, {held_out} held out"), samples, buffer);
+        let inner = panel(
+            &format!("samples: {intake} taken in, {held_out} held out"),
+            samples,
+            buffer,
+        );
         samples_bar(&snapshot.samples, row(inner, 0), buffer);
         samples_legend(&snapshot.samples).render(row(inner, 1), buffer);
 
