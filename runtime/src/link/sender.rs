@@ -123,34 +123,42 @@ impl BulkSender {
         let shape = RingShape::new(options.slots, options.slot_bytes)?;
         let socket = socket::connect(name, options.handshake_timeout_ms)?;
         let ring = WriteRing::create(shape)?;
-        socket::send_hello(&socket, &hello, shape, ring.fd())?;
+        let said = socket::send_hello(&socket, &hello, shape, ring.fd());
         let mut reader = FrameReader::new();
-        match reader.next(&socket)? {
-            Read::Got(Frame {
-                kind: FrameKind::Welcome,
-                ..
-            }) => {}
-            Read::Got(Frame {
-                kind: FrameKind::Refuse,
-                length,
-                ..
-            }) => {
+        match (said, reader.next(&socket)) {
+            // A listener that is full refuses without reading, so the hello may have failed already.
+            (
+                _,
+                Ok(Read::Got(Frame {
+                    kind: FrameKind::Refuse,
+                    length,
+                    ..
+                })),
+            ) => {
                 return Err(LinkError::Refused {
                     reason: reader.text(&socket, length),
                 });
             }
-            Read::Got(frame) => {
+            (Err(error), _) | (Ok(()), Err(error)) => return Err(error),
+            (
+                Ok(()),
+                Ok(Read::Got(Frame {
+                    kind: FrameKind::Welcome,
+                    ..
+                })),
+            ) => {}
+            (Ok(()), Ok(Read::Got(frame))) => {
                 return Err(LinkError::frame(format!(
                     "{:?} where a welcome was expected",
                     frame.kind
                 )));
             }
-            Read::NotYet => {
+            (Ok(()), Ok(Read::NotYet)) => {
                 return Err(LinkError::Silent {
                     timeout_ms: options.handshake_timeout_ms,
                 });
             }
-            Read::End => {
+            (Ok(()), Ok(Read::End)) => {
                 return Err(LinkError::PeerLost {
                     place: "before it answered the hello",
                 });
@@ -191,6 +199,9 @@ impl BulkSender {
     }
 
     /// Queues a message; waits up to `timeout` for room.
+    ///
+    /// A thread that also consumes messages should not wait here: while it waits it gives nothing back, so two ranks that
+    /// send to each other would hold each other up. It keeps what [`BulkSender::try_send`] returns and goes on consuming.
     ///
     /// # Errors
     /// If there was no room in time (the message comes back), the message contradicts itself or is too large, or the

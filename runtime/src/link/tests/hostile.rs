@@ -273,8 +273,16 @@ fn a_raw_sender_that_keeps_the_protocol_is_heard() {
         assert_same(&bound.message(), &state(&[8], 1));
         let mut reader = FrameReader::new();
         for slot in 0..2 {
-            let Ok(Read::Got(release)) = reader.next(&raw.socket) else { panic!("slot {slot} does not come back") };
-            assert_eq!(release, Frame { slot, ..Frame::new(FrameKind::Release) });
+            let Ok(Read::Got(release)) = reader.next(&raw.socket) else {
+                panic!("slot {slot} does not come back")
+            };
+            assert_eq!(
+                release,
+                Frame {
+                    slot,
+                    ..Frame::new(FrameKind::Release)
+                }
+            );
         }
         drop(raw);
         assert_eq!(
