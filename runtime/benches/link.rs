@@ -1,7 +1,8 @@
 //! Bandwidth of a link against a plain copy in the same run.
 //!
 //! `cargo bench -p eaglet-runtime --bench link` prints GB/s (10^9 bytes), best and median of several rounds: messages of
-//! 1, 16 and 64 MiB from one thread's link to another's, every byte copied into the ring and out of it.
+//! 1, 16 and 64 MiB from one thread's link to another's, every byte copied into the ring and out of it. Words behind `--`
+//! choose the lines that contain them.
 
 #![allow(clippy::print_stdout)]
 
@@ -37,6 +38,13 @@ fn cpu_seconds() -> f64 {
 /// Times rounds of `BYTES_PER_ROUND` bytes; prints the best and the median rate, and the bytes per processor second, which
 /// hardly depends on what else the machine does.
 fn report(what: &str, mib: usize, mut round: impl FnMut()) {
+    let line = format!("{mib:>3} MiB  {what}");
+    if std::env::args()
+        .skip(1)
+        .any(|word| !word.starts_with('-') && !line.contains(&word))
+    {
+        return;
+    }
     round();
     let start_cpu_seconds = cpu_seconds();
     let mut rates: Vec<f64> = (0..ROUNDS)
@@ -49,9 +57,7 @@ fn report(what: &str, mib: usize, mut round: impl FnMut()) {
     let cpu_rate = (ROUNDS * BYTES_PER_ROUND) as f64 / (cpu_seconds() - start_cpu_seconds) / 1e9;
     rates.sort_by(f64::total_cmp);
     let (best, median) = (rates[ROUNDS - 1], rates[ROUNDS / 2]);
-    println!(
-        "{mib:>3} MiB  {what:<28} best {best:>5.1}  median {median:>5.1} GB/s  {cpu_rate:>5.1} GB/CPU-s"
-    );
+    println!("{line:<37} best {best:>5.1}  median {median:>5.1} GB/s  {cpu_rate:>5.1} GB/CPU-s");
 }
 
 fn open(checksum: bool) -> (BulkListener, BulkSender, Receiver<BulkEvent>) {

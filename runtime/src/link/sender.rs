@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use rustix::net::SendFlags;
 
 use super::DEFAULT_MAX_MESSAGE_BYTES;
-use super::checksum::{COPY_BLOCK_BYTES, Checksum};
+use super::checksum::checksum;
 use super::error::{LinkError, SendError};
 use super::frame::{FRAME_BYTES, Frame, FrameKind, FrameReader, Read};
 use super::message::{BulkOutgoing, Encoded};
@@ -372,13 +372,14 @@ impl Writer {
         for piece in std::iter::once(&message.header[..]).chain(message.parts.iter().map(|part| &part[..])) {
             for chunk in piece.chunks(slot_bytes) {
                 let slot = self.take_slot()?;
+                self.ring.write(slot, chunk);
                 let frame = Frame {
                     slot,
                     length: chunk.len() as u32,
                     sequence: self.sequence,
                     message_bytes: message.message_bytes,
                     header_bytes,
-                    checksum: self.copy_in(slot, chunk),
+                    checksum: self.checksum.then(|| checksum(chunk)),
                     ..Frame::new(FrameKind::Chunk)
                 };
                 self.sequence += 1;
@@ -391,23 +392,6 @@ impl Writer {
         drop(queue);
         self.shared.changed.notify_all();
         Ok(())
-    }
-
-    /// Copies a chunk into its slot, block by block so that each is checked while it is in cache.
-    fn copy_in(&mut self, slot: u32, chunk: &[u8]) -> Option<u64> {
-        if !self.checksum {
-            self.ring.write(slot, 0, chunk);
-            return None;
-        }
-        let mut checksum = Checksum::new();
-        for (block, at) in chunk
-            .chunks(COPY_BLOCK_BYTES)
-            .zip((0..).step_by(COPY_BLOCK_BYTES))
-        {
-            checksum.update(block);
-            self.ring.write(slot, at, block);
-        }
-        Some(checksum.finish())
     }
 
     fn take_slot(&mut self) -> Result<u32, LinkError> {
