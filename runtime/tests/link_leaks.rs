@@ -105,7 +105,7 @@ fn cycle(round: usize) {
     }
     assert!(mapped_rings() >= 3, "the count of rings sees them");
     orderly.close();
-    if round % 2 == 0 {
+    if round.is_multiple_of(2) {
         drop(stuck);
         listener.close();
         drop(idle);

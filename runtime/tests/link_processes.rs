@@ -285,6 +285,8 @@ fn a_killed_receiver_is_noticed() {
         assert_eq!(ends.recv_timeout(LIMIT), Ok(error.clone()));
         assert_eq!(sender.ended(), Some(error));
         assert_eq!(sender.queued_bytes(), 0);
+        // Its descriptors are closed one after the other; only a process that was reaped has none.
+        other.0.wait().expect("it is a child");
         let again = BulkSender::connect(&name, sender_hello(0), options, |_| {}).err();
         assert_eq!(
             again,

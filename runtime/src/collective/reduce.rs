@@ -10,6 +10,8 @@
 //! - **C-3 memory**: beyond the gradient and what peers sent, a seat holds at most one more gradient: copies of the
 //!   segments of others while they are being sent, and one segment for the sum.
 
+use std::fmt;
+
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
@@ -39,7 +41,7 @@ pub struct ReduceShape {
 }
 
 /// Something to send.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct Outgoing {
     /// The receiver.
     pub to_seat: u16,
@@ -49,6 +51,23 @@ pub struct Outgoing {
     pub segment: u16,
     /// Its values, little-endian f32.
     pub bytes: Bytes,
+}
+
+impl fmt::Debug for Outgoing {
+    /// The length instead of the bytes.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            to_seat,
+            phase,
+            segment,
+            bytes,
+        } = self;
+        write!(
+            f,
+            "segment {segment} as {phase:?} to seat {to_seat}, {} bytes",
+            bytes.len()
+        )
+    }
 }
 
 /// Why a segment was not accepted, or a reduction cannot be made.

@@ -61,7 +61,7 @@ mod tests {
                     let range = segments.range(segment);
                     assert_eq!(range.start, next);
                     assert!(
-                        range.start % ALIGN_ELEMENTS == 0 || range.is_empty(),
+                        range.start.is_multiple_of(ALIGN_ELEMENTS) || range.is_empty(),
                         "{elements} / {seats}"
                     );
                     let share = elements as f64 / f64::from(seats);

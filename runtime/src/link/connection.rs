@@ -7,7 +7,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 
-use super::checksum::{COPY_BLOCK_BYTES, Checksum};
+use super::checksum::checksum;
 use super::error::LinkError;
 use super::frame::{Frame, FrameKind, FrameReader, Read};
 use super::message::{BulkHeader, BulkMessage, decode_header};
@@ -251,21 +251,13 @@ impl Connection {
         Ok(())
     }
 
-    /// Copies a chunk out of its slot and checks the copy, block by block so that each is checked while it is in cache.
+    /// Copies a chunk out of its slot and checks the copy, which the peer cannot change any more.
     fn copy_out(&self, frame: &Frame, into: &mut [u8]) -> Result<(), LinkError> {
+        self.ring.read(frame.slot, into);
         let Some(announced) = frame.checksum else {
-            self.ring.read(frame.slot, 0, into);
             return Ok(());
         };
-        let mut checksum = Checksum::new();
-        for (block, at) in into
-            .chunks_mut(COPY_BLOCK_BYTES)
-            .zip((0..).step_by(COPY_BLOCK_BYTES))
-        {
-            self.ring.read(frame.slot, at, block);
-            checksum.update(block);
-        }
-        let actual = checksum.finish();
+        let actual = checksum(into);
         if actual != announced {
             return Err(LinkError::Checksum {
                 sequence: frame.sequence,

@@ -122,9 +122,9 @@ struct Open {
 
 impl Open {
     fn end(&self, error: LinkError) {
+        // The verdict comes first: once the peer hears it and leaves, the reader must find it. The first one counts.
+        let _ = self.verdict.set(error.clone());
         socket::send_refusal(&*self.socket, &error);
-        // The first verdict counts.
-        let _ = self.verdict.set(error);
         // Fails only if the peer is gone already.
         let _ = rustix::net::shutdown(&*self.socket, Shutdown::Both);
     }

@@ -1,5 +1,7 @@
 //! What travels on the bulk plane: a small header and parts that are tensors.
 
+use std::fmt;
+
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
@@ -146,7 +148,7 @@ impl BulkKind {
 }
 
 /// A message to send. Parts are shared, not copied, until they go into the ring.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct BulkOutgoing {
     /// Membership of the draft group for which it is sent.
     pub epoch: Epoch,
@@ -154,6 +156,18 @@ pub struct BulkOutgoing {
     pub kind: BulkKind,
     /// The tensors.
     pub parts: Vec<Bytes>,
+}
+
+impl fmt::Debug for BulkOutgoing {
+    /// Lengths instead of bytes: a message in an error text must not fill the log.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let lengths: Vec<usize> = self.parts.iter().map(Bytes::len).collect();
+        f.debug_struct("BulkOutgoing")
+            .field("epoch", &self.epoch)
+            .field("kind", &self.kind)
+            .field("parts", &lengths)
+            .finish()
+    }
 }
 
 /// A message that arrived.
@@ -170,8 +184,8 @@ pub struct BulkMessage {
     pub(super) charge: Charge,
 }
 
-impl std::fmt::Debug for BulkMessage {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for BulkMessage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("BulkMessage")
             .field("header", &self.header)
             .field("parts", &self.parts)

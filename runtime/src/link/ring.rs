@@ -47,16 +47,11 @@ impl RingShape {
         u64::from(self.slots) * u64::from(self.slot_bytes)
     }
 
-    /// Where `length` bytes from `offset` of a slot begin in the ring.
-    fn place(self, slot: u32, offset: usize, length: usize) -> usize {
-        let end = offset
-            .checked_add(length)
-            .expect("lengths of slices that exist do not overflow");
-        assert!(
-            slot < self.slots && end <= self.slot_bytes(),
-            "callers check slot and length before they copy"
-        );
-        slot as usize * self.slot_bytes() + offset
+    /// Where a slot begins in the ring, for a copy of `length` bytes.
+    fn place(self, slot: u32, length: usize) -> usize {
+        let fits = slot < self.slots && length <= self.slot_bytes();
+        assert!(fits, "callers check slot and length before they copy");
+        slot as usize * self.slot_bytes()
     }
 }
 
@@ -93,12 +88,12 @@ impl WriteRing {
         self.shape
     }
 
-    /// Copies `bytes` to `offset` in a slot.
+    /// Copies `bytes` to the start of a slot.
     ///
     /// # Panics
     /// If they do not fit: slot and lengths are the sender's own.
-    pub(super) fn write(&mut self, slot: u32, offset: usize, bytes: &[u8]) {
-        let place = self.shape.place(slot, offset, bytes.len());
+    pub(super) fn write(&mut self, slot: u32, bytes: &[u8]) {
+        let place = self.shape.place(slot, bytes.len());
         // SAFETY: `place` has checked that `bytes.len()` bytes from there lie within the mapping, whose size is sealed.
         // `bytes` is private memory, so the two do not overlap. `&mut self` keeps other threads of this process out; the
         // other process reads a slot only between the frame that announces it and the one that releases it.
@@ -140,12 +135,12 @@ impl ReadRing {
         self.shape
     }
 
-    /// Fills `into` from `offset` of a slot.
+    /// Fills `into` from the start of a slot.
     ///
     /// # Panics
-    /// If it is larger than what is left of the slot: the caller checks what the frame says.
-    pub(super) fn read(&self, slot: u32, offset: usize, into: &mut [u8]) {
-        let place = self.shape.place(slot, offset, into.len());
+    /// If it is larger than a slot: the caller checks what the frame says.
+    pub(super) fn read(&self, slot: u32, into: &mut [u8]) {
+        let place = self.shape.place(slot, into.len());
         // SAFETY: `place` has checked that `into.len()` bytes from there lie within the mapping, whose size is sealed, so
         // that the pages exist whatever the peer does. `into` is private memory, so the two do not overlap. A peer that keeps
         // to the protocol does not write a slot before its release; one that does not can only change which bytes arrive, and
@@ -177,15 +172,15 @@ mod tests {
     fn what_is_written_is_read() {
         let mut write = WriteRing::create(shape(3, 4096)).expect("memory is left");
         let read = ReadRing::map(copy_of(write.fd()), shape(3, 4096)).expect("sealed");
-        write.write(0, 0, &[1; 4096]);
-        write.write(1, 4000, &[2; 96]);
-        write.write(2, 0, b"three");
+        write.write(0, &[1; 4096]);
+        write.write(1, &[2; 96]);
+        write.write(2, b"three");
         let mut bytes = [0; 4096];
-        read.read(0, 0, &mut bytes);
+        read.read(0, &mut bytes);
         assert_eq!(bytes, [1; 4096]);
-        read.read(1, 4000, &mut bytes[..96]);
+        read.read(1, &mut bytes[..96]);
         assert_eq!(bytes[..96], [2; 96]);
-        read.read(2, 0, &mut bytes[..5]);
+        read.read(2, &mut bytes[..5]);
         assert_eq!(&bytes[..5], b"three");
     }
 

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use rustix::net::SendFlags;
 
 use super::DEFAULT_MAX_MESSAGE_BYTES;
-use super::checksum::{COPY_BLOCK_BYTES, Checksum};
+use super::checksum::checksum;
 use super::error::{LinkError, SendError};
 use super::frame::{FRAME_BYTES, Frame, FrameKind, FrameReader, Read};
 use super::message::{BulkOutgoing, Encoded};
@@ -123,34 +123,42 @@ impl BulkSender {
         let shape = RingShape::new(options.slots, options.slot_bytes)?;
         let socket = socket::connect(name, options.handshake_timeout_ms)?;
         let ring = WriteRing::create(shape)?;
-        socket::send_hello(&socket, &hello, shape, ring.fd())?;
+        let said = socket::send_hello(&socket, &hello, shape, ring.fd());
         let mut reader = FrameReader::new();
-        match reader.next(&socket)? {
-            Read::Got(Frame {
-                kind: FrameKind::Welcome,
-                ..
-            }) => {}
-            Read::Got(Frame {
-                kind: FrameKind::Refuse,
-                length,
-                ..
-            }) => {
+        match (said, reader.next(&socket)) {
+            // A listener that is full refuses without reading, so the hello may have failed already.
+            (
+                _,
+                Ok(Read::Got(Frame {
+                    kind: FrameKind::Refuse,
+                    length,
+                    ..
+                })),
+            ) => {
                 return Err(LinkError::Refused {
                     reason: reader.text(&socket, length),
                 });
             }
-            Read::Got(frame) => {
+            (Err(error), _) | (Ok(()), Err(error)) => return Err(error),
+            (
+                Ok(()),
+                Ok(Read::Got(Frame {
+                    kind: FrameKind::Welcome,
+                    ..
+                })),
+            ) => {}
+            (Ok(()), Ok(Read::Got(frame))) => {
                 return Err(LinkError::frame(format!(
                     "{:?} where a welcome was expected",
                     frame.kind
                 )));
             }
-            Read::NotYet => {
+            (Ok(()), Ok(Read::NotYet)) => {
                 return Err(LinkError::Silent {
                     timeout_ms: options.handshake_timeout_ms,
                 });
             }
-            Read::End => {
+            (Ok(()), Ok(Read::End)) => {
                 return Err(LinkError::PeerLost {
                     place: "before it answered the hello",
                 });
@@ -191,6 +199,9 @@ impl BulkSender {
     }
 
     /// Queues a message; waits up to `timeout` for room.
+    ///
+    /// A thread that also consumes messages should not wait here: while it waits it gives nothing back, so two ranks that
+    /// send to each other would hold each other up. It keeps what [`BulkSender::try_send`] returns and goes on consuming.
     ///
     /// # Errors
     /// If there was no room in time (the message comes back), the message contradicts itself or is too large, or the
@@ -361,13 +372,14 @@ impl Writer {
         for piece in std::iter::once(&message.header[..]).chain(message.parts.iter().map(|part| &part[..])) {
             for chunk in piece.chunks(slot_bytes) {
                 let slot = self.take_slot()?;
+                self.ring.write(slot, chunk);
                 let frame = Frame {
                     slot,
                     length: chunk.len() as u32,
                     sequence: self.sequence,
                     message_bytes: message.message_bytes,
                     header_bytes,
-                    checksum: self.copy_in(slot, chunk),
+                    checksum: self.checksum.then(|| checksum(chunk)),
                     ..Frame::new(FrameKind::Chunk)
                 };
                 self.sequence += 1;
@@ -380,23 +392,6 @@ impl Writer {
         drop(queue);
         self.shared.changed.notify_all();
         Ok(())
-    }
-
-    /// Copies a chunk into its slot, block by block so that each is checked while it is in cache.
-    fn copy_in(&mut self, slot: u32, chunk: &[u8]) -> Option<u64> {
-        if !self.checksum {
-            self.ring.write(slot, 0, chunk);
-            return None;
-        }
-        let mut checksum = Checksum::new();
-        for (block, at) in chunk
-            .chunks(COPY_BLOCK_BYTES)
-            .zip((0..).step_by(COPY_BLOCK_BYTES))
-        {
-            checksum.update(block);
-            self.ring.write(slot, at, block);
-        }
-        Some(checksum.finish())
     }
 
     fn take_slot(&mut self) -> Result<u32, LinkError> {

@@ -170,6 +170,11 @@ pub(super) fn send_hello(
     let sent = loop {
         match rustix::net::sendmsg(&socket, &slices, &mut control, SendFlags::NOSIGNAL) {
             Err(Errno::INTR) => {}
+            Err(Errno::PIPE | Errno::CONNRESET) => {
+                return Err(LinkError::PeerLost {
+                    place: "before it answered the hello",
+                });
+            }
             result => break result.map_err(LinkError::system("send a hello"))?,
         }
     };

@@ -7,7 +7,7 @@ use rustix::fs::MemfdFlags;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketFlags};
 
 use super::*;
-use crate::link::checksum::Checksum;
+use crate::link::checksum::checksum;
 use crate::link::frame::{Frame, FrameKind, FrameReader, Read};
 use crate::link::message::Encoded;
 use crate::link::ring::{RingShape, WriteRing};
@@ -36,7 +36,7 @@ impl RawSender {
         ));
         let encoded =
             Encoded::new(&state(&[8], 1), Seat::verifier(1), Generation(1), 1 << 20).expect("small");
-        ring.write(0, 0, &encoded.header);
+        ring.write(0, &encoded.header);
         Self {
             socket,
             ring,
@@ -46,13 +46,11 @@ impl RawSender {
     }
 
     fn first_chunk(&self) -> Frame {
-        let mut checksum = Checksum::new();
-        checksum.update(&self.header);
         Frame {
             length: self.header.len() as u32,
             message_bytes: self.message_bytes,
             header_bytes: self.header.len() as u32,
-            checksum: Some(checksum.finish()),
+            checksum: Some(checksum(&self.header)),
             ..Frame::new(FrameKind::Chunk)
         }
     }
@@ -181,11 +179,11 @@ fn a_sender_that_breaks_the_protocol_is_put_out() {
             )
         }),
         ("is damaged", |raw| {
-            raw.ring.write(0, 2, &[0xee]);
+            raw.ring.write(0, &[0xee]);
             raw.send(&raw.first_chunk().encode());
         }),
         ("cannot decode", |raw| {
-            raw.ring.write(0, 0, &vec![0xff; raw.header.len()]);
+            raw.ring.write(0, &vec![0xff; raw.header.len()]);
             raw.send(
                 &Frame {
                     checksum: None,
@@ -267,14 +265,22 @@ fn a_raw_sender_that_keeps_the_protocol_is_heard() {
         let bound = bind(ListenerOptions::default());
         let mut raw = RawSender::open(&bound);
         bound.opened();
-        raw.ring.write(1, 0, &pattern(8, 1));
+        raw.ring.write(1, &pattern(8, 1));
         raw.send(&raw.first_chunk().encode());
         raw.send(&raw.second_chunk().encode());
         assert_same(&bound.message(), &state(&[8], 1));
         let mut reader = FrameReader::new();
         for slot in 0..2 {
-            let Ok(Read::Got(release)) = reader.next(&raw.socket) else { panic!("slot {slot} does not come back") };
-            assert_eq!(release, Frame { slot, ..Frame::new(FrameKind::Release) });
+            let Ok(Read::Got(release)) = reader.next(&raw.socket) else {
+                panic!("slot {slot} does not come back")
+            };
+            assert_eq!(
+                release,
+                Frame {
+                    slot,
+                    ..Frame::new(FrameKind::Release)
+                }
+            );
         }
         drop(raw);
         assert_eq!(
