@@ -175,8 +175,8 @@ impl TrainingState {
             return Err(foreign(problem));
         }
         if record.layout != layout.to_string() {
-            let problem = "belongs to a draft with other parameters; restore the draft section of cluster.toml or start a new run";
-            return Err(foreign(problem.to_owned()));
+            let remedy = "restore the draft section of cluster.toml or start a new run";
+            return Err(foreign(format!("belongs to a draft with other parameters; {remedy}")));
         }
         let length = file.length(VECTORS[0])?;
         let mut vectors = Vec::with_capacity(VECTORS.len());

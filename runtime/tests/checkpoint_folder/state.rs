@@ -69,30 +69,25 @@ fn a_torn_state_is_refused() {
 }
 
 #[test]
-fn a_flipped_bit_anywhere_in_a_state_is_refused() {
+fn a_flipped_bit_in_any_byte_of_a_state_is_refused() {
     let folder = temporary();
     let path = folder.path().join(STATE_FILE);
     state(5, 20).save(&path, layout()).expect("saved");
     let whole = fs::read(&path).expect("a file");
     let header = 8 + u64::from_le_bytes(whole[..8].try_into().expect("8 bytes")) as usize;
-    let mut flips = 0;
     for place in 0..whole.len() {
-        for bit in 0..8 {
-            let mut altered = whole.clone();
-            altered[place] ^= 1 << bit;
-            // A space of the padding may become another JSON space; all else must be noticed.
-            let still_space = place < header && whole[place] == b' ' && b"\t\n\r ".contains(&altered[place]);
-            fs::write(&path, &altered).expect("a file");
-            let result = TrainingState::load(&path, layout());
-            assert!(
-                result.is_err() || still_space,
-                "bit {bit} of byte {place} of {} went unnoticed",
-                whole.len()
-            );
-            flips += 1;
-        }
+        let mut altered = whole.clone();
+        altered[place] ^= 1 << (place % 8);
+        // A space of the padding may become another JSON space; all else must be noticed.
+        let still_space = place < header && whole[place] == b' ' && b"\t\n\r ".contains(&altered[place]);
+        fs::write(&path, &altered).expect("a file");
+        let result = TrainingState::load(&path, layout());
+        assert!(
+            result.is_err() || still_space,
+            "byte {place} of {} went unnoticed",
+            whole.len()
+        );
     }
-    assert_eq!(flips, whole.len() * 8);
 }
 
 #[test]

@@ -4,12 +4,12 @@
 
 mod config;
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use eaglet_runtime::checkpoint::{
-    CONFIG_FILE, CheckpointError, DraftConfig, LoadedDraft, MODEL_FILE, export, load,
-    tensor_table,
+    CONFIG_FILE, CheckpointError, DraftConfig, LoadedDraft, MODEL_FILE, export, load, tensor_table,
 };
 use eaglet_runtime::draft::DraftSpec;
 use safetensors::SafeTensors;
@@ -43,53 +43,60 @@ fn case(name: &str) -> PathBuf {
 }
 
 /// The weights that a case's checkpoint was written from, in f32.
+#[derive(Clone)]
 struct Weights {
-    tensors: Vec<(String, Vec<usize>, Vec<f32>)>,
+    tensors: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
     d2t: Option<Vec<i64>>,
     t2d: Option<Vec<bool>>,
 }
 
 impl Weights {
+    /// The checkpoint was saved after an AdamW step; what that step did not train is as in the beginning.
     fn read(case: &Path) -> Self {
-        let bytes = fs::read(case.join("init_full.safetensors")).expect("initial weights");
-        let file = SafeTensors::deserialize(&bytes).expect("a safetensors file");
         let mut weights = Self {
-            tensors: Vec::new(),
+            tensors: BTreeMap::new(),
             d2t: None,
             t2d: None,
         };
-        for (name, view) in file.iter() {
+        for file in ["init_full.safetensors", "after_adamw.safetensors"] {
+            weights.add(&fs::read(case.join(file)).expect(file));
+        }
+        weights
+    }
+
+    fn add(&mut self, bytes: &[u8]) {
+        for (name, view) in SafeTensors::deserialize(bytes)
+            .expect("a safetensors file")
+            .iter()
+        {
+            let data = view.data();
             match name {
                 // The verifier's head and norm are not part of a checkpoint.
                 "verifier_lm_head.weight" | "verifier_norm.weight" => {}
+                "t2d" => self.t2d = Some(data.iter().map(|byte| *byte == 1).collect()),
                 "d2t" => {
-                    weights.d2t = Some(
-                        view.data()
-                            .chunks_exact(8)
-                            .map(|b| i64::from_le_bytes(b.try_into().expect("8 bytes")))
-                            .collect(),
-                    )
+                    let offset = |chunk: &[u8]| i64::from_le_bytes(chunk.try_into().expect("8 bytes"));
+                    self.d2t = Some(data.chunks_exact(8).map(offset).collect());
                 }
-                "t2d" => weights.t2d = Some(view.data().iter().map(|byte| *byte == 1).collect()),
                 _ => {
-                    let floats = view
-                        .data()
-                        .chunks_exact(4)
-                        .map(|b| f32::from_le_bytes(b.try_into().expect("4 bytes")));
-                    weights
-                        .tensors
-                        .push((name.to_owned(), view.shape().to_vec(), floats.collect()));
+                    let float = |chunk: &[u8]| f32::from_le_bytes(chunk.try_into().expect("4 bytes"));
+                    let values = data.chunks_exact(4).map(float).collect();
+                    self.tensors
+                        .insert(name.to_owned(), (view.shape().to_vec(), values));
                 }
             }
         }
-        weights
+    }
+
+    fn fc(&mut self) -> &mut (Vec<usize>, Vec<f32>) {
+        self.tensors.get_mut("fc.weight").expect("every draft has it")
     }
 
     fn export(&self, folder: &Path, config: &DraftConfig) -> Result<(), CheckpointError> {
         let tensors = self
             .tensors
             .iter()
-            .map(|(name, shape, values)| (name.as_str(), shape.as_slice(), values.as_slice()));
+            .map(|(name, (shape, values))| (name.as_str(), shape.as_slice(), values.as_slice()));
         export(folder, config, tensors, self.d2t.as_deref(), self.t2d.as_deref())
     }
 }
@@ -231,7 +238,8 @@ fn export_loaded(draft: &LoadedDraft, folder: &Path) -> Result<(), CheckpointErr
 #[test]
 fn an_export_is_exactly_the_tensors_of_its_draft() {
     let config = DraftConfig::new(default_spec(), default_info()).expect("a configuration");
-    let weights = || Weights::read(&case("default"));
+    let original = Weights::read(&case("default"));
+    let weights = || original.clone();
     let folder = tempfile::tempdir().expect("a folder");
     let fails = |weights: Weights, expected: &str| {
         let message = weights
@@ -241,39 +249,49 @@ fn an_export_is_exactly_the_tensors_of_its_draft() {
         assert!(message.contains(expected), "{message}");
         assert!(message.contains(MODEL_FILE), "{message}");
     };
-    let place = |weights: &Weights, name: &str| {
-        weights
-            .tensors
-            .iter()
-            .position(|(n, _, _)| n == name)
-            .expect("a tensor")
-    };
-
     let mut missing = weights();
-    missing.tensors.remove(place(&missing, "fc.weight"));
+    missing.tensors.remove("fc.weight");
     fails(missing, "`fc.weight` is missing");
 
-    let mut twice = weights();
-    let again = twice.tensors[place(&twice, "fc.weight")].clone();
-    twice.tensors.push(again);
+    let mut unknown = weights();
+    let extra = unknown.fc().clone();
+    unknown.tensors.insert("fc.bias".to_owned(), extra);
     fails(
-        twice,
-        "`fc.weight` does not belong to this draft, or is given twice",
+        unknown,
+        "`fc.bias` does not belong to this draft, or is given twice",
+    );
+
+    let twice = weights();
+    let once = twice
+        .tensors
+        .iter()
+        .map(|(name, (shape, values))| (name.as_str(), &shape[..], &values[..]));
+    let result = export(
+        folder.path(),
+        &config,
+        once.clone().chain(once),
+        twice.d2t.as_deref(),
+        twice.t2d.as_deref(),
+    );
+    assert!(
+        result
+            .expect_err("all twice")
+            .to_string()
+            .contains("or is given twice")
     );
 
     let mut shape = weights();
-    let index = place(&shape, "fc.weight");
-    shape.tensors[index].1.reverse();
+    shape.fc().0.reverse();
     fails(shape, "has shape [192, 64] where [64, 192] is needed");
 
     let mut short = weights();
-    short.tensors[index].2.pop();
-    fails(short, "12287 values");
+    short.fc().1.pop();
+    fails(short, "`fc.weight` has 12287 values");
 
     // The largest f32 is finite, but not in bf16.
     for bad in [f32::NAN, f32::INFINITY, f32::MAX] {
         let mut diverged = weights();
-        diverged.tensors[index].2[70] = bad;
+        diverged.fc().1[70] = bad;
         fails(diverged, "at index 70: training diverged");
     }
 
@@ -306,15 +324,12 @@ fn a_full_vocabulary_needs_no_maps() {
         ..default_spec()
     };
     let config = DraftConfig::new(spec, default_info()).expect("a configuration");
-    let zeros: Vec<(String, Vec<usize>, Vec<f32>)> = tensor_table(config.spec())
-        .into_iter()
-        .map(|(name, shape)| {
-            let count = shape.iter().product();
-            (name, shape, vec![0.5; count])
-        })
-        .collect();
+    let halves = tensor_table(config.spec()).into_iter().map(|(name, shape)| {
+        let count = shape.iter().product();
+        (name, (shape, vec![0.5; count]))
+    });
     let mut weights = Weights {
-        tensors: zeros,
+        tensors: halves.collect(),
         d2t: None,
         t2d: None,
     };
