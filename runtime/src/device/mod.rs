@@ -107,7 +107,7 @@ pub trait Device: Send + Sync + 'static {
     /// `out[i] = table[rows[i]]` widened from bf16; `table` `[any, n]` row-major, `out` `[rows, n]`.
     fn gather_bf16(&self, table: &[bf16], rows: &[u32], out: MatrixMut<'_>);
 
-    /// `target[rows[i]] += source[i]`; `rows` ascending without repetition.
+    /// `target[rows[i]] += source[i]`, in the order of `i`.
     fn scatter_add(&self, source: Matrix<'_>, rows: &[u32], target: MatrixMut<'_>);
 
     /// `target += source`, element by element.
@@ -124,12 +124,11 @@ pub trait Device: Send + Sync + 'static {
         lse: &mut [f32],
     );
 
-    /// Backward of [`Device::attention`], from its results `out` and `lse` and the gradient `dout`.
+    /// Backward of [`Device::attention`], from its `lse` and the gradient `dout` of its result.
     fn attention_backward(
         &self,
         attention: &Attention<'_>,
         inputs: &AttentionInputs<'_>,
-        out: &[f32],
         lse: &[f32],
         dout: &[f32],
         gradients: AttentionGradients<'_>,

@@ -2,6 +2,8 @@
 //!
 //! Scores exist for one block at a time and are computed again in the backward pass, so memory is linear in tokens.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use super::gemm::gemm_serial;
@@ -121,7 +123,7 @@ pub(super) fn forward(
 }
 
 /// A query's visible keys, counted from the block's first key.
-fn local(visible: &std::ops::Range<u32>, first_key: usize) -> std::ops::Range<usize> {
+fn local(visible: &Range<u32>, first_key: usize) -> Range<usize> {
     visible.start as usize - first_key..visible.end as usize - first_key
 }
 
@@ -140,22 +142,16 @@ fn diagonal(
 pub(super) fn backward(
     attention: &Attention<'_>,
     inputs: &AttentionInputs<'_>,
-    out: &[f32],
     lse: &[f32],
     dout: &[f32],
     gradients: AttentionGradients<'_>,
 ) {
     check(attention, inputs);
     let (shape, plan) = (attention.shape, attention.plan);
-    let queries = plan.queries();
+    let (queries, heads) = (plan.queries(), shape.heads);
     assert_eq!(
-        (out.len(), dout.len()),
+        (dout.len(), gradients.dq.len()),
         (inputs.q.len(), inputs.q.len()),
-        "shapes of an attention"
-    );
-    assert_eq!(
-        (lse.len(), gradients.dq.len()),
-        (queries * shape.heads, inputs.q.len()),
         "shapes of an attention"
     );
     assert_eq!(
@@ -163,24 +159,16 @@ pub(super) fn backward(
         (inputs.k.len(), inputs.v.len()),
         "shapes of an attention"
     );
-    // Σ dout·out per query and head: what the softmax's normalisation sends back.
-    with_scratch([queries * shape.heads], |[delta]| {
-        let dims = shape.head_dim;
-        for (delta, (out, dout)) in delta
-            .iter_mut()
-            .zip(out.chunks_exact(dims).zip(dout.chunks_exact(dims)))
-        {
-            *delta = simd::dot(out, dout);
-        }
-        let pass = Backward {
-            attention,
-            inputs,
-            lse,
-            dout,
-            delta,
-        };
-        pass.queries(gradients.dq, gradients.dk_diagonal, gradients.dv_diagonal);
-        pass.keys(gradients.dk, gradients.dv);
+    assert_eq!(lse.len(), queries * heads, "shapes of an attention");
+    let pass = Backward {
+        attention,
+        inputs,
+        lse,
+        dout,
+    };
+    with_scratch([queries * heads], |[delta]| {
+        pass.queries(gradients.dq, gradients.dk_diagonal, gradients.dv_diagonal, delta);
+        pass.keys(gradients.dk, gradients.dv, delta);
     });
 }
 
@@ -189,16 +177,14 @@ struct Backward<'a> {
     inputs: &'a AttentionInputs<'a>,
     lse: &'a [f32],
     dout: &'a [f32],
-    delta: &'a [f32],
 }
 
 impl Backward<'_> {
-    /// Probabilities and score gradients of queries `first..first + rows` against keys `keys`, both `[rows, keys]`.
-    fn scores(
+    /// Probabilities of queries `first..first + rows` against keys `keys` and their gradients, both `[rows, keys]`.
+    fn probabilities(
         &self,
-        first: usize,
-        rows: usize,
-        keys: std::ops::Range<usize>,
+        (first, rows): (usize, usize),
+        keys: Range<usize>,
         h: usize,
         probabilities: &mut [f32],
         gradients: &mut [f32],
@@ -217,26 +203,24 @@ impl Backward<'_> {
         let v = head(self.inputs.v, keys.start, keys.len(), g, dim, kv_width).transposed();
         gemm_serial(MatrixMut::new(probabilities, rows, keys.len()), q, k, 1.0, false);
         gemm_serial(MatrixMut::new(gradients, rows, keys.len()), dout, v, 1.0, false);
-        for r in 0..rows {
-            let place = (first + r) * heads + h;
+        for (r, row) in probabilities.chunks_exact_mut(keys.len()).enumerate() {
             let visible = &plan.visible[first + r];
             let start = (visible.start as usize).clamp(keys.start, keys.end) - keys.start;
             let end = (visible.end as usize).clamp(keys.start, keys.end) - keys.start;
-            let p = &mut probabilities[r * keys.len()..][..keys.len()];
-            let d = &mut gradients[r * keys.len()..][..keys.len()];
-            for row in [&mut *p, &mut *d] {
-                row[..start].fill(0.0);
-                row[end.max(start)..].fill(0.0);
-            }
+            row[..start].fill(0.0);
+            row[end.max(start)..].fill(0.0);
             if start < end {
-                simd::exp_shifted(&mut p[start..end], shape.scale, self.lse[place]);
-                simd::softmax_backward(&p[start..end], &mut d[start..end], self.delta[place], shape.scale);
+                simd::exp_shifted(
+                    &mut row[start..end],
+                    shape.scale,
+                    self.lse[(first + r) * heads + h],
+                );
             }
         }
     }
 
-    /// Gradients of queries and of their diagonal keys and values.
-    fn queries(&self, dq: &mut [f32], dk_diagonal: &mut [f32], dv_diagonal: &mut [f32]) {
+    /// Gradients of queries and of their diagonal keys and values; leaves Σ p·dp of each query and head in `delta`.
+    fn queries(&self, dq: &mut [f32], dk_diagonal: &mut [f32], dv_diagonal: &mut [f32], delta: &mut [f32]) {
         let (shape, plan, diagonals) = (
             self.attention.shape,
             self.attention.plan,
@@ -251,55 +235,83 @@ impl Backward<'_> {
         let (blocks, queries) = (&plan.query_blocks, plan.queries());
         let mut diagonal_parts: Vec<Vec<[&mut [f32]; 2]>> =
             blocks.iter().map(|_| Vec::with_capacity(diagonals)).collect();
+        let step_width = (queries * kv_width).max(1);
         let steps = dk_diagonal
-            .chunks_mut((queries * kv_width).max(1))
-            .zip(dv_diagonal.chunks_mut((queries * kv_width).max(1)));
+            .chunks_mut(step_width)
+            .zip(dv_diagonal.chunks_mut(step_width));
         for (dk, dv) in steps.take(diagonals) {
-            let parts = by_query_block(blocks, dk, kv_width)
-                .into_iter()
-                .zip(by_query_block(blocks, dv, kv_width));
-            for (block, (dk, dv)) in diagonal_parts.iter_mut().zip(parts) {
+            let (dk, dv) = (
+                by_query_block(blocks, dk, kv_width),
+                by_query_block(blocks, dv, kv_width),
+            );
+            for (block, (dk, dv)) in diagonal_parts.iter_mut().zip(dk.into_iter().zip(dv)) {
                 block.push([dk, dv]);
             }
         }
-        let dqs = by_query_block(blocks, dq, width);
-        blocks
-            .par_iter()
-            .zip(dqs)
-            .zip(diagonal_parts)
-            .for_each(|((block, dq), mut parts)| {
+        let rows_of = by_query_block(blocks, dq, width)
+            .into_iter()
+            .zip(by_query_block(blocks, delta, heads));
+        let tasks: Vec<_> = blocks.iter().zip(rows_of).zip(diagonal_parts).collect();
+        tasks
+            .into_par_iter()
+            .for_each(|((block, (dq, delta)), mut parts)| {
                 let (rows, keys, first) = (block.queries.len(), block.keys.len(), block.queries.start);
-                with_scratch([rows * keys, rows * keys], |[probabilities, gradients]| {
-                    for h in 0..heads {
-                        let g = h / (heads / shape.kv_heads);
-                        self.scores(first, rows, block.keys.clone(), h, probabilities, gradients);
-                        let k = head(self.inputs.k, block.keys.start, keys, g, dim, kv_width);
-                        let dq_head = MatrixMut::strided(&mut dq[h * dim..], rows, dim, width);
-                        gemm_serial(dq_head, Matrix::new(gradients, rows, keys), k, 1.0, false);
-                        for r in 0..rows {
-                            let (query, place) = (first + r, (first + r) * heads + h);
-                            let q = &self.inputs.q[query * width + h * dim..][..dim];
-                            let dout = &self.dout[query * width + h * dim..][..dim];
-                            let dq = &mut dq[r * width + h * dim..][..dim];
-                            for (j, [dk, dv]) in parts.iter_mut().enumerate() {
-                                let k = diagonal(self.inputs.k_diagonal, queries, j, query, g, dim, kv_width);
-                                let v = diagonal(self.inputs.v_diagonal, queries, j, query, g, dim, kv_width);
-                                let mut p = [simd::dot(q, k)];
-                                simd::exp_shifted(&mut p, shape.scale, self.lse[place]);
-                                let ds = p[0] * (simd::dot(dout, v) - self.delta[place]) * shape.scale;
-                                let at = r * kv_width + g * dim;
-                                simd::axpy(ds, k, dq);
-                                simd::axpy(ds, q, &mut dk[at..at + dim]);
-                                simd::axpy(p[0], dout, &mut dv[at..at + dim]);
+                with_scratch(
+                    [rows * keys, rows * keys, 2 * diagonals],
+                    |[probabilities, gradients, extra]| {
+                        let (extra_p, extra_d) = extra.split_at_mut(diagonals);
+                        for h in 0..heads {
+                            let g = h / (heads / shape.kv_heads);
+                            self.probabilities(
+                                (first, rows),
+                                block.keys.clone(),
+                                h,
+                                probabilities,
+                                gradients,
+                            );
+                            for r in 0..rows {
+                                let query = first + r;
+                                let q = &self.inputs.q[query * width + h * dim..][..dim];
+                                let dout = &self.dout[query * width + h * dim..][..dim];
+                                for j in 0..diagonals {
+                                    let k =
+                                        diagonal(self.inputs.k_diagonal, queries, j, query, g, dim, kv_width);
+                                    let v =
+                                        diagonal(self.inputs.v_diagonal, queries, j, query, g, dim, kv_width);
+                                    (extra_p[j], extra_d[j]) = (simd::dot(q, k), simd::dot(dout, v));
+                                }
+                                simd::exp_shifted(extra_p, shape.scale, self.lse[query * heads + h]);
+                                let (p, d) = (
+                                    &probabilities[r * keys..][..keys],
+                                    &mut gradients[r * keys..][..keys],
+                                );
+                                // A hidden key has p = 0, so whatever its gradient is, it drops out.
+                                let sum = simd::dot(p, d) + simd::dot(extra_p, extra_d);
+                                simd::softmax_backward(p, d, sum, shape.scale);
+                                simd::softmax_backward(extra_p, extra_d, sum, shape.scale);
+                                delta[r * heads + h] = sum;
+                                let dq = &mut dq[r * width + h * dim..][..dim];
+                                dq.fill(0.0);
+                                for (j, [dk, dv]) in parts.iter_mut().enumerate() {
+                                    let at = r * kv_width + g * dim..r * kv_width + (g + 1) * dim;
+                                    let k =
+                                        diagonal(self.inputs.k_diagonal, queries, j, query, g, dim, kv_width);
+                                    simd::axpy(extra_d[j], k, dq);
+                                    simd::axpy(extra_d[j], q, &mut dk[at.clone()]);
+                                    simd::axpy(extra_p[j], dout, &mut dv[at]);
+                                }
                             }
+                            let k = head(self.inputs.k, block.keys.start, keys, g, dim, kv_width);
+                            let dq = MatrixMut::strided(&mut dq[h * dim..], rows, dim, width);
+                            gemm_serial(dq, Matrix::new(gradients, rows, keys), k, 1.0, true);
                         }
-                    }
-                });
+                    },
+                );
             });
     }
 
     /// Gradients of the keys and values that are shared by many queries.
-    fn keys(&self, dk: &mut [f32], dv: &mut [f32]) {
+    fn keys(&self, dk: &mut [f32], dv: &mut [f32], delta: &[f32]) {
         let (shape, plan) = (self.attention.shape, self.attention.plan);
         let (heads, dim, width, kv_width) = (
             shape.heads,
@@ -308,47 +320,43 @@ impl Backward<'_> {
             shape.key_width(),
         );
         let (mut dk_rest, mut dv_rest, mut at) = (dk, dv, 0);
-        let mut parts = Vec::with_capacity(plan.key_blocks.len());
+        let mut tasks = Vec::with_capacity(plan.key_blocks.len());
         for block in &plan.key_blocks {
             let (skip, take) = ((block.keys.start - at) * kv_width, block.keys.len() * kv_width);
             let (dk, dk_after) = std::mem::take(&mut dk_rest)[skip..].split_at_mut(take);
             let (dv, dv_after) = std::mem::take(&mut dv_rest)[skip..].split_at_mut(take);
-            parts.push((block, dk, dv));
             (dk_rest, dv_rest, at) = (dk_after, dv_after, block.keys.end);
+            let seen_by = &plan.query_blocks[block.blocks.clone()];
+            if let (Some(first), Some(last)) = (seen_by.first(), seen_by.last()) {
+                tasks.push((block.keys.clone(), first.queries.start..last.queries.end, dk, dv));
+            }
         }
-        parts.into_par_iter().for_each(|(block, dk, dv)| {
-            let (Some(first), Some(last)) = (
-                plan.query_blocks[block.blocks.clone()].first(),
-                plan.query_blocks[block.blocks.clone()].last(),
-            ) else {
-                return;
-            };
-            let (keys, queries) = (block.keys.len(), first.queries.start..last.queries.end);
-            let rows = queries.len();
-            with_scratch([rows * keys, rows * keys], |[probabilities, gradients]| {
+        tasks.into_par_iter().for_each(|(keys, queries, dk, dv)| {
+            let (n, first, rows) = (keys.len(), queries.start, queries.len());
+            with_scratch([rows * n, rows * n], |[probabilities, gradients]| {
                 for h in 0..heads {
                     let g = h / (heads / shape.kv_heads);
-                    self.scores(
-                        queries.start,
-                        rows,
-                        block.keys.clone(),
-                        h,
-                        probabilities,
-                        gradients,
-                    );
-                    let dout = head(self.dout, queries.start, rows, h, dim, width);
-                    let q = head(self.inputs.q, queries.start, rows, h, dim, width);
-                    let p = Matrix::new(probabilities, rows, keys).transposed();
-                    let d = Matrix::new(gradients, rows, keys).transposed();
+                    self.probabilities((first, rows), keys.clone(), h, probabilities, gradients);
+                    for (r, (p, d)) in probabilities
+                        .chunks_exact(n)
+                        .zip(gradients.chunks_exact_mut(n))
+                        .enumerate()
+                    {
+                        simd::softmax_backward(p, d, delta[(first + r) * heads + h], shape.scale);
+                    }
+                    let dout = head(self.dout, first, rows, h, dim, width);
+                    let q = head(self.inputs.q, first, rows, h, dim, width);
+                    let p = Matrix::new(probabilities, rows, n).transposed();
+                    let d = Matrix::new(gradients, rows, n).transposed();
                     gemm_serial(
-                        MatrixMut::strided(&mut dv[g * dim..], keys, dim, kv_width),
+                        MatrixMut::strided(&mut dv[g * dim..], n, dim, kv_width),
                         p,
                         dout,
                         1.0,
                         true,
                     );
                     gemm_serial(
-                        MatrixMut::strided(&mut dk[g * dim..], keys, dim, kv_width),
+                        MatrixMut::strided(&mut dk[g * dim..], n, dim, kv_width),
                         d,
                         q,
                         1.0,

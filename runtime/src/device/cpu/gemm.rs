@@ -20,9 +20,11 @@ const SPECIAL_ELEMENTS: usize = 16 * 16;
 /// A side of a padded tile: its square is past [`SPECIAL_ELEMENTS`].
 const PADDED_SIDE: usize = 17;
 /// Largest tile of the output, in rows.
-const TILE_ROWS: usize = 256;
+const TILE_ROWS: usize = 1024;
 /// Largest tile of the output, in columns.
 const TILE_COLS: usize = 512;
+/// Smallest side of a tile that is cut for the sake of more tasks.
+const TILE_SIDE: usize = 96;
 /// Weights that are widened together, in rows.
 const BF16_ROWS: usize = 128;
 
@@ -71,18 +73,19 @@ impl Tile {
     }
 }
 
-/// Sizes of tiles: large, but enough of them to keep the threads busy. They do not change any bit of the result.
+/// Sizes of tiles: large, for each tile packs its operands anew, but enough of them to keep the threads busy. They do
+/// not change any bit of the result.
 fn tile_sizes(rows: usize, cols: usize, threads: usize) -> (usize, usize) {
     let (mut tile_rows, mut tile_cols) = (TILE_ROWS, TILE_COLS);
     let wanted = if threads == 1 { 1 } else { 4 * threads };
-    while rows.div_ceil(tile_rows) * cols.div_ceil(tile_cols) < wanted && (tile_rows > 64 || tile_cols > 128)
+    while rows.div_ceil(tile_rows) * cols.div_ceil(tile_cols) < wanted && tile_rows.max(tile_cols) > TILE_SIDE
     {
-        if tile_cols > 128 && cols * 2 > tile_cols && (tile_cols >= 2 * tile_rows || tile_rows == 64) {
-            tile_cols /= 2;
-        } else if tile_rows > 64 {
-            tile_rows /= 2;
+        // Halve the side that has more to give; a side longer than the output gives nothing.
+        let (height, width) = (tile_rows.min(rows), tile_cols.min(cols));
+        if tile_rows > TILE_SIDE && (height > 2 * width || tile_cols <= TILE_SIDE) {
+            tile_rows = (tile_rows / 2).max(TILE_SIDE);
         } else {
-            tile_cols /= 2;
+            tile_cols = (tile_cols / 2).max(TILE_SIDE);
         }
     }
     (tile_rows, tile_cols)

@@ -179,9 +179,9 @@ impl Device for Cpu {
                 .enumerate()
                 .for_each(|(chunk, dweight)| {
                     let columns = chunk * COLUMNS..chunk * COLUMNS + dweight.len();
-                    for r in 0..x.rows {
+                    for (r, &rstd) in rstd.iter().enumerate() {
                         let (x, dy) = (&row(&x, r)[columns.clone()], &row(&dy, r)[columns.clone()]);
-                        simd::rms_norm_weight(x, rstd[r], dy, dweight);
+                        simd::rms_norm_weight(x, rstd, dy, dweight);
                     }
                 });
         });
@@ -261,9 +261,8 @@ impl Device for Cpu {
             (rows.len(), target.cols, 1),
             "shapes of a scatter"
         );
-        assert!(rows.is_sorted_by(|a, b| a < b), "rows of a scatter ascend");
         assert!(
-            rows.last().is_none_or(|&last| (last as usize) < target.rows),
+            rows.iter().all(|&row| (row as usize) < target.rows),
             "rows of a scatter are in range"
         );
         for (from, &to) in rows.iter().enumerate() {
@@ -296,12 +295,11 @@ impl Device for Cpu {
         &self,
         attention: &Attention<'_>,
         inputs: &AttentionInputs<'_>,
-        out: &[f32],
         lse: &[f32],
         dout: &[f32],
         gradients: AttentionGradients<'_>,
     ) {
-        self.install(|| attention::backward(attention, inputs, out, lse, dout, gradients));
+        self.install(|| attention::backward(attention, inputs, lse, dout, gradients));
     }
 
     fn softmax_targets(&self, logits: MatrixMut<'_>, targets: &mut [TargetRow]) {

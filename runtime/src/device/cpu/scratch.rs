@@ -8,7 +8,7 @@ thread_local! {
 
 /// Lends buffers of these lengths to `work`; their contents are whatever was left in them.
 ///
-/// Calls may nest. `work` must not wait for other tasks of a thread pool: a stolen task would only grow the pool.
+/// Calls may nest, and a task that a waiting thread steals meanwhile takes another buffer.
 pub(super) fn with_scratch<const N: usize, R>(
     lengths: [usize; N],
     work: impl FnOnce([&mut [f32]; N]) -> R,

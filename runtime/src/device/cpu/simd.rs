@@ -127,7 +127,7 @@ macro_rules! kernels {
 kernels! {
     /// Σ x·y.
     fn dot(x: &[f32], y: &[f32]) -> f32 {
-        reduce2(x, y, |x, y, sum| fma::<FMA>(x, y, sum))
+        reduce2(x, y, fma::<FMA>)
     }
 
     /// y += a·x.
@@ -146,7 +146,7 @@ kernels! {
 
     /// y = x / rms(x) · weight; returns 1 / rms(x).
     fn rms_norm(x: &[f32], weight: &[f32], epsilon: f32, y: &mut [f32]) -> f32 {
-        let squares = reduce2(x, x, |x, y, sum| fma::<FMA>(x, y, sum));
+        let squares = reduce2(x, x, fma::<FMA>);
         let rstd = 1.0 / (squares / x.len() as f32 + epsilon).sqrt();
         for ((y, &x), &weight) in y.iter_mut().zip(x).zip(weight) {
             *y = x * rstd * weight;

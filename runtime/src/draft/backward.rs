@@ -1,0 +1,391 @@
+//! The backward pass, written out: steps in reverse for activations, then each weight once over all steps.
+//!
+//! Keys and values of a step are read by the queries of that step and of all later ones, so their gradients are final
+//! when the walk arrives at the step. The head and the embedding are frozen and get no gradient.
+
+use std::ops::Range;
+
+use super::forward::{Half, half};
+use super::model::Pass;
+use super::spec::LayerKind;
+use super::workspace::{Activations, Deltas};
+use crate::device::{Attention, AttentionGradients, AttentionInputs, Device, Matrix, MatrixMut, Turn};
+
+/// One half of the columns of a projection's gradient `[rows, 2H]`.
+fn half_mut(weight: &mut [f32], hidden: usize, half: Half) -> MatrixMut<'_> {
+    let rows = weight.len() / (2 * hidden);
+    let start = match half {
+        Half::Token => 0,
+        Half::Hidden => hidden,
+    };
+    MatrixMut::strided(&mut weight[start..], rows, hidden, 2 * hidden)
+}
+
+impl<D: Device> Pass<'_, D> {
+    /// Fills `gradient` from `deltas.head_input`, the gradient of what the head read. Overwrites gate and up.
+    pub(super) fn backward(&self, a: &mut Activations, d: &mut Deltas, gradient: &mut [f32]) {
+        gradient.fill(0.0);
+        for buffer in [
+            &mut d.k,
+            &mut d.v,
+            &mut d.token_q,
+            &mut d.token_k,
+            &mut d.token_v,
+            &mut d.next,
+        ] {
+            buffer.fill(0.0);
+        }
+        for step in (0..self.plan.sizes.steps).rev() {
+            self.mlp_backward(step, a, d, gradient);
+            self.attend_backward(step, a, d);
+            self.rotate_backward(step, a, d, gradient);
+            self.project_hidden_backward(step, a, d, gradient);
+        }
+        self.weights_backward(a, d, gradient);
+        self.project_tokens_backward(a, d, gradient);
+        self.combine_aux_states_backward(a, d, gradient);
+    }
+
+    fn mlp_backward(&self, step: usize, a: &mut Activations, d: &mut Deltas, gradient: &mut [f32]) {
+        let (device, sizes, places) = self.parts();
+        let (r, h, i) = (sizes.active, sizes.hidden, sizes.intermediate);
+        let (rows, wide, one) = (
+            sizes.of_step(step, h),
+            sizes.of_step(step, i),
+            sizes.of_step(step, 1),
+        );
+        // What the next step sends back arrives behind or before the final norm.
+        if self.core.spec.norm_output {
+            device.add(&mut d.head_input[rows.clone()], &d.next);
+            d.output[rows.clone()].fill(0.0);
+        } else {
+            d.output[rows.clone()].copy_from_slice(&d.next);
+        }
+        let norm = Norm {
+            place: &places.norm,
+            x: &a.output[rows.clone()],
+            rstd: &a.output_rstd[one.clone()],
+        };
+        self.norm_backward(
+            &norm,
+            &d.head_input[rows.clone()],
+            Some(&mut d.output[rows.clone()]),
+            gradient,
+        );
+
+        let output = Matrix::new(&d.output[rows.clone()], r, h);
+        let weight = Matrix::new(&self.parameters[places.down.clone()], h, i);
+        device.gemm(MatrixMut::new(&mut d.product, r, i), output, weight, 1.0, false);
+        let (gate, up) = (&mut a.gate[wide.clone()], &mut a.up[wide.clone()]);
+        device.swiglu_backward(gate, up, &d.product);
+        for (place, delta, accumulate) in [(&places.gate, gate, false), (&places.up, up, true)] {
+            let weight = Matrix::new(&self.parameters[place.clone()], i, h);
+            let out = MatrixMut::new(&mut d.middle_norm, r, h);
+            device.gemm(out, Matrix::new(delta, r, i), weight, 1.0, accumulate);
+        }
+        d.middle[rows.clone()].copy_from_slice(&d.output[rows.clone()]);
+        let norm = Norm {
+            place: &places.post_norm,
+            x: &a.middle[rows.clone()],
+            rstd: &a.middle_rstd[one],
+        };
+        self.norm_backward(&norm, &d.middle_norm, Some(&mut d.middle[rows]), gradient);
+    }
+
+    fn attend_backward(&self, step: usize, a: &Activations, d: &mut Deltas) {
+        let (device, sizes, places) = self.parts();
+        let (r, h) = (sizes.active, sizes.hidden);
+        let weight = Matrix::new(&self.parameters[places.o.clone()], h, sizes.query);
+        let middle = Matrix::new(&d.middle[sizes.of_step(step, h)], r, h);
+        device.gemm(
+            MatrixMut::new(&mut d.attention, r, sizes.query),
+            middle,
+            weight,
+            1.0,
+            false,
+        );
+        let shared = sizes.positions * sizes.key;
+        let queries = sizes.of_step(step, sizes.query);
+        let inputs = AttentionInputs {
+            q: &a.q[queries.clone()],
+            k: &a.k[..shared],
+            v: &a.v[..shared],
+            k_diagonal: &a.k[shared..],
+            v_diagonal: &a.v[shared..],
+        };
+        let (dk, dk_diagonal) = d.k.split_at_mut(shared);
+        let (dv, dv_diagonal) = d.v.split_at_mut(shared);
+        let gradients = AttentionGradients {
+            dq: &mut d.q[queries],
+            dk,
+            dv,
+            dk_diagonal,
+            dv_diagonal,
+        };
+        let attention = Attention {
+            shape: self.core.attention_shape(),
+            plan: &self.plan.attention,
+            diagonals: step,
+        };
+        let lse = &a.lse[sizes.of_step(step, self.core.spec.heads)];
+        device.attention_backward(&attention, &inputs, lse, &d.attention, gradients);
+    }
+
+    fn rotate_backward(&self, step: usize, a: &Activations, d: &mut Deltas, gradient: &mut [f32]) {
+        let (device, sizes, places) = self.parts();
+        let dim = self.core.spec.head_dim;
+        let (queries, keys) = (sizes.of_step(step, sizes.query), sizes.keys_of_step(step));
+        let positions = &self.plan.rotary[sizes.of_step(step, 1)];
+        device.rotate(
+            &mut d.q[queries.clone()],
+            dim,
+            self.rotary,
+            positions,
+            Turn::Backward,
+        );
+        let key_positions = if step == 0 {
+            &self.batch.position_ids
+        } else {
+            positions
+        };
+        device.rotate(
+            &mut d.k[keys.clone()],
+            dim,
+            self.rotary,
+            key_positions,
+            Turn::Backward,
+        );
+        if self.core.spec.layer == LayerKind::Qwen3 {
+            let heads = [
+                (queries, &places.q_norm, &a.q_raw, &a.q_rstd, &mut d.q),
+                (keys, &places.k_norm, &a.k_raw, &a.k_rstd, &mut d.k),
+            ];
+            for (range, place, raw, rstd, delta) in heads {
+                let norm = Norm {
+                    place,
+                    x: &raw[range.clone()],
+                    rstd: &rstd[range.start / dim..range.end / dim],
+                };
+                let before = &mut d.raw[..range.len()];
+                before.fill(0.0);
+                self.norm_backward(&norm, &delta[range.clone()], Some(before), gradient);
+                delta[range].copy_from_slice(before);
+            }
+        }
+    }
+
+    /// Sends gradients of queries, keys and values to the hidden input and to the tokens' share.
+    fn project_hidden_backward(&self, step: usize, a: &Activations, d: &mut Deltas, gradient: &mut [f32]) {
+        let (device, sizes, places) = self.parts();
+        let (t, r, h) = (sizes.positions, sizes.active, sizes.hidden);
+        let rows = sizes.of_step(step, h);
+        let token_rows = &self.plan.token_rows[sizes.of_step(step, 1)];
+        let weight = |place: &Range<usize>| half(&self.parameters[place.clone()], h, Half::Hidden);
+        let dq = Matrix::new(&d.q[sizes.of_step(step, sizes.query)], r, sizes.query);
+        device.scatter_add(
+            dq,
+            token_rows,
+            MatrixMut::new(&mut d.token_q, sizes.tokens(), sizes.query),
+        );
+        device.gemm(
+            MatrixMut::new(&mut d.hidden_norm, r, h),
+            dq,
+            weight(&places.q),
+            1.0,
+            false,
+        );
+        if self.core.spec.norm_before_residual {
+            device.add(&mut d.hidden_norm, &d.middle[rows.clone()]);
+        }
+        let keys = sizes.keys_of_step(step);
+        let stacks = [
+            (&places.k, &d.k[keys.clone()], &mut d.token_k),
+            (&places.v, &d.v[keys], &mut d.token_v),
+        ];
+        for (i, (place, delta, tokens)) in stacks.into_iter().enumerate() {
+            if step == 0 {
+                device.add(&mut tokens[..t * sizes.key], delta);
+                let out = MatrixMut::new(&mut d.first_norm, t, h);
+                device.gemm(out, Matrix::new(delta, t, sizes.key), weight(place), 1.0, i > 0);
+            } else {
+                let delta = Matrix::new(delta, r, sizes.key);
+                device.scatter_add(
+                    delta,
+                    token_rows,
+                    MatrixMut::new(tokens, sizes.tokens(), sizes.key),
+                );
+                device.gemm(
+                    MatrixMut::new(&mut d.hidden_norm, r, h),
+                    delta,
+                    weight(place),
+                    1.0,
+                    true,
+                );
+            }
+        }
+        if step > 0 {
+            if self.core.spec.norm_before_residual {
+                d.next.fill(0.0);
+            } else {
+                d.next.copy_from_slice(&d.middle[rows]);
+            }
+            let input = if self.core.spec.norm_output {
+                &a.head_input
+            } else {
+                &a.output
+            };
+            let (x, rstd) = (
+                &input[sizes.of_step(step - 1, h)],
+                &a.hidden_rstd[sizes.of_step(step, 1)],
+            );
+            let norm = Norm {
+                place: &places.hidden_norm,
+                x,
+                rstd,
+            };
+            self.norm_backward(&norm, &d.hidden_norm, Some(&mut d.next), gradient);
+        } else {
+            let active = Matrix::new(&d.hidden_norm, r, h);
+            device.scatter_add(active, &self.plan.active, MatrixMut::new(&mut d.first_norm, t, h));
+            d.fc_output.fill(0.0);
+            if !self.core.spec.norm_before_residual {
+                let residual = Matrix::new(&d.middle[rows], r, h);
+                device.scatter_add(
+                    residual,
+                    &self.plan.active,
+                    MatrixMut::new(&mut d.fc_output, t, h),
+                );
+            }
+            let norm = Norm {
+                place: &places.hidden_norm,
+                x: &a.fc_output,
+                rstd: &a.first_rstd,
+            };
+            self.norm_backward(&norm, &d.first_norm, Some(&mut d.fc_output), gradient);
+        }
+    }
+
+    /// Weight gradients of the layer: every product over all steps at once.
+    fn weights_backward(&self, a: &Activations, d: &Deltas, gradient: &mut [f32]) {
+        let (device, sizes, places) = self.parts();
+        let (n, t, h, i) = (sizes.stacked(), sizes.positions, sizes.hidden, sizes.intermediate);
+        let products = [
+            (&places.o, &d.middle, h, &a.attention, sizes.query),
+            (&places.gate, &a.gate, i, &a.middle_norm, h),
+            (&places.up, &a.up, i, &a.middle_norm, h),
+            (&places.down, &d.output, h, &a.product, i),
+        ];
+        for (place, delta, outputs, input, inputs) in products {
+            let out = MatrixMut::new(&mut gradient[place.clone()], outputs, inputs);
+            let delta = Matrix::new(delta, n, outputs).transposed();
+            device.gemm(out, delta, Matrix::new(input, n, inputs), 1.0, false);
+        }
+        let hidden = Matrix::new(&a.hidden_norm, n, h);
+        let out = half_mut(&mut gradient[places.q.clone()], h, Half::Hidden);
+        device.gemm(
+            out,
+            Matrix::new(&d.q, n, sizes.query).transposed(),
+            hidden,
+            1.0,
+            false,
+        );
+        // Keys of step 0 come from all positions, later ones from the active positions.
+        let (shared, later) = (t * sizes.key, sizes.keys() - t);
+        let later_hidden = Matrix::new(&a.hidden_norm[(n - later) * h..], later, h);
+        for (place, delta) in [(&places.k, &d.k), (&places.v, &d.v)] {
+            let first = Matrix::new(&delta[..shared], t, sizes.key).transposed();
+            let out = half_mut(&mut gradient[place.clone()], h, Half::Hidden);
+            device.gemm(out, first, Matrix::new(&a.first_norm, t, h), 1.0, false);
+            let rest = Matrix::new(&delta[shared..], later, sizes.key).transposed();
+            let out = half_mut(&mut gradient[place.clone()], h, Half::Hidden);
+            device.gemm(out, rest, later_hidden, 1.0, true);
+        }
+    }
+
+    fn project_tokens_backward(&self, a: &Activations, d: &mut Deltas, gradient: &mut [f32]) {
+        let (device, sizes, places) = self.parts();
+        let (n, h) = (sizes.tokens(), sizes.hidden);
+        let stacks = [
+            (&places.q, &d.token_q, sizes.query),
+            (&places.k, &d.token_k, sizes.key),
+            (&places.v, &d.token_v, sizes.key),
+        ];
+        for (index, (place, delta, width)) in stacks.into_iter().enumerate() {
+            let delta = Matrix::new(delta, n, width);
+            let out = half_mut(&mut gradient[place.clone()], h, Half::Token);
+            device.gemm(
+                out,
+                delta.transposed(),
+                Matrix::new(&a.embedding_norm, n, h),
+                1.0,
+                false,
+            );
+            let weight = half(&self.parameters[place.clone()], h, Half::Token);
+            device.gemm(
+                MatrixMut::new(&mut d.embedding_norm, n, h),
+                delta,
+                weight,
+                1.0,
+                index > 0,
+            );
+        }
+        let norm = Norm {
+            place: &places.input_norm,
+            x: &a.embedding,
+            rstd: &a.embedding_rstd,
+        };
+        self.norm_backward(&norm, &d.embedding_norm, None, gradient);
+    }
+
+    fn combine_aux_states_backward(&self, a: &Activations, d: &mut Deltas, gradient: &mut [f32]) {
+        let (device, sizes, places) = self.parts();
+        let (t, h, aux) = (sizes.positions, sizes.hidden, sizes.aux);
+        let delta = Matrix::new(&d.fc_output, t, h);
+        let input = if places.fc_norms.is_empty() {
+            &self.batch.hidden
+        } else {
+            &a.fc_input
+        };
+        let out = MatrixMut::new(&mut gradient[places.fc.clone()], h, aux);
+        device.gemm(out, delta.transposed(), Matrix::new(input, t, aux), 1.0, false);
+        if places.fc_norms.is_empty() {
+            return;
+        }
+        let weight = Matrix::new(&self.parameters[places.fc.clone()], h, aux);
+        device.gemm(MatrixMut::new(&mut d.fc_input, t, aux), delta, weight, 1.0, false);
+        for (i, norm) in places.fc_norms.iter().enumerate() {
+            let width = norm.len();
+            let x = Matrix::strided(
+                &self.batch.hidden[(i * width).min(self.batch.hidden.len())..],
+                t,
+                width,
+                aux,
+            );
+            let dy = Matrix::strided(&d.fc_input[i * width..], t, width, aux);
+            let rstd = &a.fc_rstd[i * t..(i + 1) * t];
+            device.rms_norm_weight_gradient(x, rstd, dy, &mut gradient[norm.clone()]);
+        }
+    }
+
+    /// Adds a norm's input gradient to `dx` and its weight gradient to `gradient`.
+    fn norm_backward(&self, norm: &Norm<'_>, dy: &[f32], dx: Option<&mut [f32]>, gradient: &mut [f32]) {
+        let (rows, width) = (norm.rstd.len(), norm.place.len());
+        let (x, dy) = (Matrix::new(norm.x, rows, width), Matrix::new(dy, rows, width));
+        if let Some(dx) = dx {
+            let weight = &self.parameters[norm.place.clone()];
+            self.core
+                .device
+                .rms_norm_backward(x, weight, norm.rstd, dy, MatrixMut::new(dx, rows, width));
+        }
+        self.core
+            .device
+            .rms_norm_weight_gradient(x, norm.rstd, dy, &mut gradient[norm.place.clone()]);
+    }
+}
+
+/// A norm in the forward pass.
+struct Norm<'a> {
+    place: &'a Range<usize>,
+    x: &'a [f32],
+    rstd: &'a [f32],
+}

@@ -1,0 +1,311 @@
+//! The forward pass: `fc`, then the one decoder layer once per TTT step.
+//!
+//! The layer projects cat(norm(embedding), norm(hidden)). Its weights' left half therefore sees only tokens, and step k
+//! reads the same tokens as step 0, shifted by k: those products are formed once for all steps and read with an offset.
+
+use super::model::Pass;
+use super::spec::LayerKind;
+use super::workspace::Activations;
+use crate::device::{Attention, AttentionInputs, Device, Matrix, MatrixMut, Turn};
+
+/// Left (token) and right (hidden) half of a projection's inputs.
+#[derive(Clone, Copy)]
+pub(super) enum Half {
+    Token,
+    Hidden,
+}
+
+/// One half of the columns of a projection `[rows, 2H]`.
+pub(super) fn half(weight: &[f32], hidden: usize, half: Half) -> Matrix<'_> {
+    let rows = weight.len() / (2 * hidden);
+    let start = match half {
+        Half::Token => 0,
+        Half::Hidden => hidden,
+    };
+    Matrix::strided(&weight[start..], rows, hidden, 2 * hidden)
+}
+
+impl<D: Device> Pass<'_, D> {
+    pub(super) fn forward(&self, a: &mut Activations) {
+        self.combine_aux_states(a);
+        self.project_tokens(a);
+        for step in 0..self.plan.sizes.steps {
+            self.project_hidden(step, a);
+            self.rotate(step, a);
+            self.attend(step, a);
+            self.mlp(step, a);
+        }
+    }
+
+    /// The norms before `fc`, and `fc`.
+    fn combine_aux_states(&self, a: &mut Activations) {
+        let (device, sizes, places) = self.parts();
+        let (t, h, aux, eps) = (
+            sizes.positions,
+            sizes.hidden,
+            sizes.aux,
+            self.core.spec.rms_norm_eps,
+        );
+        for (i, norm) in places.fc_norms.iter().enumerate() {
+            let width = norm.len();
+            device.rms_norm(
+                Matrix::strided(
+                    &self.batch.hidden[(i * width).min(self.batch.hidden.len())..],
+                    t,
+                    width,
+                    aux,
+                ),
+                &self.parameters[norm.clone()],
+                eps,
+                MatrixMut::strided(&mut a.fc_input[i * width..], t, width, aux),
+                &mut a.fc_rstd[i * t..(i + 1) * t],
+            );
+        }
+        let input = if places.fc_norms.is_empty() {
+            &self.batch.hidden
+        } else {
+            &a.fc_input
+        };
+        let weight = Matrix::new(&self.parameters[places.fc.clone()], h, aux);
+        let output = MatrixMut::new(&mut a.fc_output, t, h);
+        device.gemm(
+            output,
+            Matrix::new(input, t, aux),
+            weight.transposed(),
+            1.0,
+            false,
+        );
+    }
+
+    /// Embeddings of all tokens that any step reads, and their share of queries, keys and values.
+    fn project_tokens(&self, a: &mut Activations) {
+        let (device, sizes, places) = self.parts();
+        let (n, h) = (sizes.tokens(), sizes.hidden);
+        let table = Matrix::new(&self.core.frozen.embed, self.core.spec.vocab_size, h);
+        device.gather(table, &self.plan.tokens, MatrixMut::new(&mut a.embedding, n, h));
+        let norm = &self.parameters[places.input_norm.clone()];
+        let (x, y) = (
+            Matrix::new(&a.embedding, n, h),
+            MatrixMut::new(&mut a.embedding_norm, n, h),
+        );
+        device.rms_norm(x, norm, self.core.spec.rms_norm_eps, y, &mut a.embedding_rstd);
+        let projections = [
+            (&places.q, &mut a.token_q),
+            (&places.k, &mut a.token_k),
+            (&places.v, &mut a.token_v),
+        ];
+        for (place, out) in projections {
+            let weight = half(&self.parameters[place.clone()], h, Half::Token);
+            let out = MatrixMut::new(out, n, weight.rows());
+            device.gemm(
+                out,
+                Matrix::new(&a.embedding_norm, n, h),
+                weight.transposed(),
+                1.0,
+                false,
+            );
+        }
+    }
+
+    /// The hidden input's norm and the queries, keys and values of one step, before their norms and rotation.
+    fn project_hidden(&self, step: usize, a: &mut Activations) {
+        let (device, sizes, places) = self.parts();
+        let (t, r, h, eps) = (
+            sizes.positions,
+            sizes.active,
+            sizes.hidden,
+            self.core.spec.rms_norm_eps,
+        );
+        let norm = &self.parameters[places.hidden_norm.clone()];
+        let rows = sizes.of_step(step, h);
+        let handed_on = if self.core.spec.norm_output {
+            &a.head_input
+        } else {
+            &a.output
+        };
+        if step == 0 {
+            let first = MatrixMut::new(&mut a.first_norm, t, h);
+            device.rms_norm(
+                Matrix::new(&a.fc_output, t, h),
+                norm,
+                eps,
+                first,
+                &mut a.first_rstd,
+            );
+            let normed = MatrixMut::new(&mut a.hidden_norm[rows.clone()], r, h);
+            device.gather(Matrix::new(&a.first_norm, t, h), &self.plan.active, normed);
+        } else {
+            let input = Matrix::new(&handed_on[sizes.of_step(step - 1, h)], r, h);
+            let normed = MatrixMut::new(&mut a.hidden_norm[rows.clone()], r, h);
+            device.rms_norm(
+                input,
+                norm,
+                eps,
+                normed,
+                &mut a.hidden_rstd[sizes.of_step(step, 1)],
+            );
+        }
+        // The residual stream starts from the hidden input, normalised or not.
+        if self.core.spec.norm_before_residual {
+            a.middle[rows.clone()].copy_from_slice(&a.hidden_norm[rows.clone()]);
+        } else if step == 0 {
+            let residual = MatrixMut::new(&mut a.middle[rows.clone()], r, h);
+            device.gather(Matrix::new(&a.fc_output, t, h), &self.plan.active, residual);
+        } else {
+            a.middle[rows.clone()].copy_from_slice(&handed_on[sizes.of_step(step - 1, h)]);
+        }
+        let hidden = Matrix::new(&a.hidden_norm[rows], r, h);
+        let token_rows = &self.plan.token_rows[sizes.of_step(step, 1)];
+        let weight = |place: &std::ops::Range<usize>| {
+            half(&self.parameters[place.clone()], h, Half::Hidden).transposed()
+        };
+        let q = &mut a.q[sizes.of_step(step, sizes.query)];
+        let shared = Matrix::new(&a.token_q, sizes.tokens(), sizes.query);
+        device.gather(shared, token_rows, MatrixMut::new(q, r, sizes.query));
+        device.gemm(
+            MatrixMut::new(q, r, sizes.query),
+            hidden,
+            weight(&places.q),
+            1.0,
+            true,
+        );
+        for (place, tokens, stack) in [
+            (&places.k, &a.token_k, &mut a.k),
+            (&places.v, &a.token_v, &mut a.v),
+        ] {
+            let out = &mut stack[sizes.keys_of_step(step)];
+            if step == 0 {
+                out.copy_from_slice(&tokens[..t * sizes.key]);
+                let all = Matrix::new(&a.first_norm, t, h);
+                device.gemm(MatrixMut::new(out, t, sizes.key), all, weight(place), 1.0, true);
+            } else {
+                let shared = Matrix::new(tokens, sizes.tokens(), sizes.key);
+                device.gather(shared, token_rows, MatrixMut::new(out, r, sizes.key));
+                device.gemm(
+                    MatrixMut::new(out, r, sizes.key),
+                    hidden,
+                    weight(place),
+                    1.0,
+                    true,
+                );
+            }
+        }
+    }
+
+    /// Norms of queries and keys where the layer has them, then the rotation by position + step.
+    fn rotate(&self, step: usize, a: &mut Activations) {
+        let (device, sizes, places) = self.parts();
+        let (dim, eps) = (self.core.spec.head_dim, self.core.spec.rms_norm_eps);
+        let (queries, keys) = (sizes.of_step(step, sizes.query), sizes.keys_of_step(step));
+        if self.core.spec.layer == LayerKind::Qwen3 {
+            let heads = [
+                (
+                    queries.clone(),
+                    &places.q_norm,
+                    &mut a.q,
+                    &mut a.q_raw,
+                    &mut a.q_rstd,
+                ),
+                (
+                    keys.clone(),
+                    &places.k_norm,
+                    &mut a.k,
+                    &mut a.k_raw,
+                    &mut a.k_rstd,
+                ),
+            ];
+            for (range, norm, out, raw, rstd) in heads {
+                raw[range.clone()].copy_from_slice(&out[range.clone()]);
+                let (rows, per_head) = (range.len() / dim, range.start / dim..range.end / dim);
+                let (x, y) = (
+                    Matrix::new(&raw[range.clone()], rows, dim),
+                    MatrixMut::new(&mut out[range], rows, dim),
+                );
+                device.rms_norm(x, &self.parameters[norm.clone()], eps, y, &mut rstd[per_head]);
+            }
+        }
+        let positions = &self.plan.rotary[sizes.of_step(step, 1)];
+        device.rotate(&mut a.q[queries], dim, self.rotary, positions, Turn::Forward);
+        let key_positions = if step == 0 {
+            &self.batch.position_ids
+        } else {
+            positions
+        };
+        device.rotate(&mut a.k[keys], dim, self.rotary, key_positions, Turn::Forward);
+    }
+
+    /// Attention, `o_proj`, and the residual stream behind them.
+    fn attend(&self, step: usize, a: &mut Activations) {
+        let (device, sizes, places) = self.parts();
+        let (r, h) = (sizes.active, sizes.hidden);
+        let shared = sizes.positions * sizes.key;
+        let inputs = AttentionInputs {
+            q: &a.q[sizes.of_step(step, sizes.query)],
+            k: &a.k[..shared],
+            v: &a.v[..shared],
+            k_diagonal: &a.k[shared..],
+            v_diagonal: &a.v[shared..],
+        };
+        let attention = Attention {
+            shape: self.core.attention_shape(),
+            plan: &self.plan.attention,
+            diagonals: step,
+        };
+        let out = &mut a.attention[sizes.of_step(step, sizes.query)];
+        device.attention(
+            &attention,
+            &inputs,
+            out,
+            &mut a.lse[sizes.of_step(step, self.core.spec.heads)],
+        );
+        let weight = Matrix::new(&self.parameters[places.o.clone()], h, sizes.query).transposed();
+        let middle = MatrixMut::new(&mut a.middle[sizes.of_step(step, h)], r, h);
+        device.gemm(middle, Matrix::new(out, r, sizes.query), weight, 1.0, true);
+    }
+
+    /// The MLP, and the norm before the head.
+    fn mlp(&self, step: usize, a: &mut Activations) {
+        let (device, sizes, places) = self.parts();
+        let (r, h, i, eps) = (
+            sizes.active,
+            sizes.hidden,
+            sizes.intermediate,
+            self.core.spec.rms_norm_eps,
+        );
+        let (rows, wide, one) = (
+            sizes.of_step(step, h),
+            sizes.of_step(step, i),
+            sizes.of_step(step, 1),
+        );
+        let norm = &self.parameters[places.post_norm.clone()];
+        let middle = Matrix::new(&a.middle[rows.clone()], r, h);
+        let normed = MatrixMut::new(&mut a.middle_norm[rows.clone()], r, h);
+        device.rms_norm(middle, norm, eps, normed, &mut a.middle_rstd[one.clone()]);
+        let x = Matrix::new(&a.middle_norm[rows.clone()], r, h);
+        for (place, out) in [(&places.gate, &mut a.gate), (&places.up, &mut a.up)] {
+            let weight = Matrix::new(&self.parameters[place.clone()], i, h).transposed();
+            device.gemm(
+                MatrixMut::new(&mut out[wide.clone()], r, i),
+                x,
+                weight,
+                1.0,
+                false,
+            );
+        }
+        device.swiglu(
+            &a.gate[wide.clone()],
+            &a.up[wide.clone()],
+            &mut a.product[wide.clone()],
+        );
+        a.output[rows.clone()].copy_from_slice(&a.middle[rows.clone()]);
+        let weight = Matrix::new(&self.parameters[places.down.clone()], h, i).transposed();
+        let output = MatrixMut::new(&mut a.output[rows.clone()], r, h);
+        device.gemm(output, Matrix::new(&a.product[wide], r, i), weight, 1.0, true);
+        let norm = &self.parameters[places.norm.clone()];
+        let (x, y) = (
+            Matrix::new(&a.output[rows.clone()], r, h),
+            MatrixMut::new(&mut a.head_input[rows], r, h),
+        );
+        device.rms_norm(x, norm, eps, y, &mut a.output_rstd[one]);
+    }
+}

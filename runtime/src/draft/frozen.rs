@@ -1,0 +1,59 @@
+//! Tensors of the verifier that the draft reads and never trains.
+
+use std::sync::Arc;
+
+use super::error::DraftError;
+use super::spec::DraftSpec;
+
+/// The verifier's embedding, final norm and head rows, and the draft's own frozen head; all f32, row-major.
+#[derive(Clone, Debug)]
+pub struct FrozenWeights {
+    /// Embedding, `[vocab_size, hidden]`.
+    pub embed: Arc<[f32]>,
+    /// Rows of the verifier's head that the draft's vocabulary takes, `[draft_vocab_size, hidden]`.
+    pub verifier_head: Arc<[f32]>,
+    /// Weight of the verifier's final RMS norm, `[hidden]`; already 1 + w for verifiers that scale that way.
+    pub verifier_norm: Arc<[f32]>,
+    /// Epsilon of that norm.
+    pub verifier_norm_eps: f32,
+    /// The draft's head, `[draft_vocab_size, hidden]`. The same allocation as `verifier_head` makes the loss cheaper.
+    pub lm_head: Arc<[f32]>,
+}
+
+impl FrozenWeights {
+    /// Whether one product gives the logits of targets and drafts.
+    pub fn heads_are_shared(&self) -> bool {
+        Arc::ptr_eq(&self.verifier_head, &self.lm_head)
+    }
+
+    /// Checks the sizes against the draft's, and shares the two heads when they are equal.
+    ///
+    /// # Errors
+    /// The first tensor of the wrong size.
+    pub(super) fn fit(&mut self, spec: &DraftSpec) -> Result<(), DraftError> {
+        let head = spec.draft_vocab_size * spec.hidden_size;
+        let sizes = [
+            (
+                "embed_tokens.weight",
+                self.embed.len(),
+                spec.vocab_size * spec.hidden_size,
+            ),
+            ("verifier_lm_head.weight", self.verifier_head.len(), head),
+            ("verifier_norm.weight", self.verifier_norm.len(), spec.hidden_size),
+            ("lm_head.weight", self.lm_head.len(), head),
+        ];
+        for (tensor, found, expected) in sizes {
+            if found != expected {
+                return Err(DraftError::Frozen {
+                    tensor,
+                    found,
+                    expected,
+                });
+            }
+        }
+        if !self.heads_are_shared() && self.verifier_head == self.lm_head {
+            self.lm_head = Arc::clone(&self.verifier_head);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,318 @@
+//! The draft as a trainer sees it: gradients and metrics of a row, and acceptance.
+
+use std::sync::Arc;
+
+use super::acceptance::Acceptance;
+use super::batch::DraftBatch;
+use super::error::DraftError;
+use super::frozen::FrozenWeights;
+use super::head::HeadBuffers;
+use super::layout::{ParameterLayout, Places};
+use super::metrics::{StepMetrics, TttMetrics};
+use super::spec::DraftSpec;
+use super::workspace::{Activations, Deltas, RowPlan, Sizes, Wanted};
+use crate::device::{AttentionShape, Device, RotaryTable};
+
+/// How a draft is trained, apart from the optimizer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TrainingSpec {
+    /// Steps of training-time test; also the length of a chain in [`Draft::evaluate`].
+    pub ttt_steps: usize,
+    /// Step k's loss is weighted by this to the power of k.
+    pub step_loss_decay: f64,
+}
+
+/// What does not change from row to row.
+#[derive(Debug)]
+pub(super) struct Core<D> {
+    pub(super) spec: DraftSpec,
+    pub(super) training: TrainingSpec,
+    pub(super) frozen: FrozenWeights,
+    pub(super) device: Arc<D>,
+    pub(super) layout: ParameterLayout,
+}
+
+/// What one pass over one row reads: forward and backward are methods of it.
+#[derive(Debug)]
+pub(super) struct Pass<'a, D> {
+    pub(super) core: &'a Core<D>,
+    pub(super) parameters: &'a [f32],
+    pub(super) batch: &'a DraftBatch,
+    pub(super) plan: &'a RowPlan,
+    pub(super) rotary: &'a RotaryTable,
+}
+
+impl<D: Device> Pass<'_, D> {
+    /// What nearly every operation needs.
+    pub(super) fn parts(&self) -> (&D, Sizes, &Places) {
+        (&self.core.device, self.plan.sizes, &self.core.layout.places)
+    }
+}
+
+/// A draft with its frozen weights and the buffers of its training step. The parameters stay with the caller.
+#[derive(Debug)]
+pub struct Draft<D> {
+    pub(super) core: Core<D>,
+    pub(super) rotary: RotaryTable,
+    pub(super) plan: RowPlan,
+    pub(super) activations: Activations,
+    deltas: Deltas,
+    pub(super) head: HeadBuffers,
+}
+
+impl<D: Device> Core<D> {
+    pub(super) fn attention_shape(&self) -> AttentionShape {
+        AttentionShape {
+            heads: self.spec.heads,
+            kv_heads: self.spec.kv_heads,
+            head_dim: self.spec.head_dim,
+            scale: (1.0 / (self.spec.head_dim as f64).sqrt()) as f32,
+        }
+    }
+
+    pub(super) fn check(&self, parameters: &[f32], batch: &DraftBatch) -> Result<(), DraftError> {
+        let expected = self.layout.len();
+        if parameters.len() != expected {
+            return Err(DraftError::Length {
+                what: "parameter vector",
+                found: parameters.len(),
+                expected,
+            });
+        }
+        let (n, h, aux) = (batch.len(), self.spec.hidden_size, self.spec.aux_layers);
+        if batch.hidden.len() != n * aux * h || batch.last_hidden.len() != n * h {
+            let found = (batch.hidden.len() + batch.last_hidden.len())
+                .checked_div(n)
+                .unwrap_or(0);
+            let text = format!("{found} hidden elements per token; the draft reads {aux} + 1 states of {h}");
+            return Err(DraftError::Batch(text));
+        }
+        if batch.loss_mask.len() != n || batch.position_ids.len() != n {
+            return Err(DraftError::Batch(
+                "tokens, loss mask and position ids differ in length".to_owned(),
+            ));
+        }
+        let mut next = 0;
+        for document in &batch.documents {
+            if document.start != next || document.end < document.start || document.end > n {
+                return Err(DraftError::Batch(
+                    "documents do not follow one another".to_owned(),
+                ));
+            }
+            next = document.end;
+        }
+        if let Some(token) = batch
+            .tokens
+            .iter()
+            .find(|&&token| token as usize >= self.spec.vocab_size)
+        {
+            let text = format!(
+                "token {token} is outside the vocabulary of {}",
+                self.spec.vocab_size
+            );
+            return Err(DraftError::Batch(text));
+        }
+        Ok(())
+    }
+}
+
+impl<D: Device> Draft<D> {
+    /// A draft of this shape over these frozen weights.
+    ///
+    /// # Errors
+    /// If the spec contradicts itself or a frozen tensor has the wrong size.
+    pub fn new(
+        spec: DraftSpec,
+        training: TrainingSpec,
+        mut frozen: FrozenWeights,
+        device: Arc<D>,
+    ) -> Result<Self, DraftError> {
+        let layout = ParameterLayout::new(&spec)?;
+        if training.ttt_steps == 0 || training.ttt_steps > 64 {
+            return Err(DraftError::Spec(format!(
+                "ttt_steps is {}; it must be between 1 and 64",
+                training.ttt_steps
+            )));
+        }
+        if !(training.step_loss_decay.is_finite() && training.step_loss_decay >= 0.0) {
+            return Err(DraftError::Spec(format!(
+                "step_loss_decay is {}; it must not be negative",
+                training.step_loss_decay
+            )));
+        }
+        frozen.fit(&spec)?;
+        let rotary = RotaryTable::new(&spec.rope, 0);
+        Ok(Self {
+            core: Core {
+                spec,
+                training,
+                frozen,
+                device,
+                layout,
+            },
+            rotary,
+            plan: RowPlan::default(),
+            activations: Activations::default(),
+            deltas: Deltas::default(),
+            head: HeadBuffers::default(),
+        })
+    }
+
+    /// Where each tensor lies in the flat vectors.
+    pub fn layout(&self) -> &ParameterLayout {
+        &self.core.layout
+    }
+
+    /// The draft's shape.
+    pub fn spec(&self) -> &DraftSpec {
+        &self.core.spec
+    }
+
+    /// Writes the loss gradient of one row, `[parameters]`, and reports its metrics.
+    ///
+    /// # Errors
+    /// If a vector or the row does not fit the draft.
+    pub fn gradient(
+        &mut self,
+        parameters: &[f32],
+        batch: &DraftBatch,
+        gradient: &mut [f32],
+    ) -> Result<StepMetrics, DraftError> {
+        self.core.check(parameters, batch)?;
+        let expected = self.core.layout.len();
+        if gradient.len() != expected {
+            return Err(DraftError::Length {
+                what: "gradient",
+                found: gradient.len(),
+                expected,
+            });
+        }
+        self.prepare(batch, Wanted::Trained);
+        let steps = self.core.training.ttt_steps;
+        if self.plan.active.is_empty() {
+            gradient.fill(0.0);
+            return Ok(StepMetrics {
+                steps: vec![TttMetrics::default(); steps],
+                ..StepMetrics::default()
+            });
+        }
+        self.deltas.fit(&self.plan.sizes, &self.core.spec);
+        let Self {
+            core,
+            rotary,
+            plan,
+            activations,
+            deltas,
+            head,
+        } = self;
+        let pass = Pass {
+            core,
+            parameters,
+            batch,
+            plan,
+            rotary,
+        };
+        Ok(pass.core.device.install(|| {
+            pass.forward(activations);
+            let metrics = pass.loss(activations, Some(deltas), head);
+            pass.backward(activations, deltas, gradient);
+            metrics
+        }))
+    }
+
+    /// Loss and accuracy of one row, without its gradient.
+    ///
+    /// # Errors
+    /// If a vector or the row does not fit the draft.
+    pub fn loss(&mut self, parameters: &[f32], batch: &DraftBatch) -> Result<StepMetrics, DraftError> {
+        self.core.check(parameters, batch)?;
+        self.prepare(batch, Wanted::Trained);
+        let Self {
+            core,
+            rotary,
+            plan,
+            activations,
+            head,
+            ..
+        } = self;
+        let pass = Pass {
+            core,
+            parameters,
+            batch,
+            plan,
+            rotary,
+        };
+        Ok(pass.core.device.install(|| {
+            pass.forward(activations);
+            pass.loss(activations, None, head)
+        }))
+    }
+
+    /// Greedy acceptance on a row whose masked tokens are the verifier's own greedy text.
+    ///
+    /// `draft_to_target[i]` is the target id of draft id i, `[draft_vocab_size]`. The loss mask bounds the chains; see
+    /// [`Acceptance`].
+    ///
+    /// # Errors
+    /// If a vector, the mapping or the row does not fit the draft.
+    pub fn evaluate(
+        &mut self,
+        parameters: &[f32],
+        batch: &DraftBatch,
+        draft_to_target: &[u32],
+    ) -> Result<Acceptance, DraftError> {
+        self.core.check(parameters, batch)?;
+        if draft_to_target.len() != self.core.spec.draft_vocab_size {
+            let (found, expected) = (draft_to_target.len(), self.core.spec.draft_vocab_size);
+            return Err(DraftError::Batch(format!(
+                "vocabulary mapping of {found} ids for a draft of {expected}"
+            )));
+        }
+        self.prepare(batch, Wanted::Anchors);
+        let Self {
+            core,
+            rotary,
+            plan,
+            activations,
+            head,
+            ..
+        } = self;
+        let mut acceptance = Acceptance::new(core.training.ttt_steps);
+        if plan.active.is_empty() {
+            return Ok(acceptance);
+        }
+        let pass = Pass {
+            core,
+            parameters,
+            batch,
+            plan,
+            rotary,
+        };
+        let proposals = pass.core.device.install(|| {
+            pass.forward(activations);
+            pass.proposals(activations, head)
+        });
+        let proposal = |step: usize, position: usize| {
+            draft_to_target[proposals[step * plan.sizes.active + plan.place[position] as usize] as usize]
+        };
+        for document in &batch.documents {
+            acceptance.walk(document.clone(), &batch.tokens, &batch.loss_mask, proposal);
+        }
+        Ok(acceptance)
+    }
+
+    pub(super) fn prepare(&mut self, batch: &DraftBatch, wanted: Wanted) {
+        let (spec, steps) = (&self.core.spec, self.core.training.ttt_steps);
+        self.plan.prepare(spec, steps, batch, wanted);
+        let positions = batch
+            .position_ids
+            .iter()
+            .max()
+            .map_or(0, |&last| last as usize + 1)
+            + steps;
+        if self.rotary.positions() < positions {
+            self.rotary = RotaryTable::new(&spec.rope, positions.next_power_of_two());
+        }
+        self.activations.fit(&self.plan.sizes, spec);
+    }
+}
