@@ -148,19 +148,19 @@ impl VerifierConfig {
         let hidden_size = keys.required_count("hidden_size");
         let heads = keys.required_count("num_attention_heads");
         let kv_heads = keys.count("num_key_value_heads").unwrap_or(heads);
-        if heads % kv_heads != 0 {
+        if !heads.is_multiple_of(kv_heads) {
             let reason = format!("is {kv_heads}, which does not divide num_attention_heads {heads}");
             keys.inconsistent("num_key_value_heads", reason);
         }
         let head_dim = keys.count("head_dim").unwrap_or_else(|| {
-            if hidden_size % heads != 0 {
+            if !hidden_size.is_multiple_of(heads) {
                 let reason =
                     format!("is {hidden_size}, no multiple of num_attention_heads {heads}; add head_dim");
                 keys.inconsistent("hidden_size", reason);
             }
             hidden_size / heads
         });
-        if head_dim % 2 != 0 {
+        if !head_dim.is_multiple_of(2) {
             keys.inconsistent(
                 "head_dim",
                 format!("is {head_dim}; rotary embedding needs an even one"),

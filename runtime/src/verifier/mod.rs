@@ -27,8 +27,10 @@ pub use frozen::FrozenParts;
 pub use keys::KeyProblem;
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 mod config_tests;
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 mod tests;
 #[cfg(test)]
 mod tiny;

@@ -10,6 +10,7 @@ mod error;
 mod file;
 mod tensor;
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
