@@ -320,13 +320,13 @@ mod tests {
 
     #[test]
     fn tokens_that_grow_together_across_the_boundary_are_trained() {
-        // The fixture merges two newlines: the prompt's last token and the answer's first become one.
+        // The fixture merges two newlines: the prompt's last one and the answer's first become one token.
         let tokenizer = tokenizer(CHATML);
-        let chat = conversation(json!([user("a"), answer("\nb")]));
+        let chat = conversation(json!([user("a"), answer("\n\nb")]));
         let masked = samples_of(&chat, &tokenizer, SampleLimits::default()).expect("masks");
         let (context, trained) = split(&masked, &tokenizer).remove(0);
         assert!(context.ends_with("<|im_start|>assistant"), "{context}");
-        assert_eq!(trained, "\n\nb<|im_end|>\n");
+        assert_eq!(trained, "\n\n\nb<|im_end|>\n");
     }
 
     #[test]

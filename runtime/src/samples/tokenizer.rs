@@ -214,13 +214,13 @@ mod tests {
     fn text_is_encoded_whole_and_without_additions() {
         let tokenizer = tokenizer(CHATML);
         let tokens = tokenizer
-            .encode("<|im_start|>a\n\nb<|im_end|>")
+            .encode("<|im_start|>ab\n\n<|im_end|>")
             .expect("bytes always encode");
         assert_eq!(tokens.len(), 5);
-        assert_eq!((tokens[0], tokens[2], tokens[4]), (IM_START, 256, IM_END));
+        assert_eq!((tokens[0], tokens[3], tokens[4]), (IM_START, 256, IM_END));
         assert_eq!(
             tokenizer.decode(&tokens).expect("decodes"),
-            "<|im_start|>a\n\nb<|im_end|>"
+            "<|im_start|>ab\n\n<|im_end|>"
         );
         assert_eq!(tokenizer.encode("").expect("encodes"), Vec::<u32>::new());
     }
