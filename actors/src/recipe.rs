@@ -36,7 +36,10 @@ pub enum RecipeError {
 }
 
 fn misfit(key: &'static str, what: impl Into<String>) -> RecipeError {
-    RecipeError::Misfit { key, what: what.into() }
+    RecipeError::Misfit {
+        key,
+        what: what.into(),
+    }
 }
 
 /// What the hidden states of this cluster promise. Reads headers only.
@@ -59,11 +62,21 @@ pub fn contract_of(
     tokenizer: &ChatTokenizer,
 ) -> Result<Contract, RecipeError> {
     let verifier = files.config();
-    let aux_layers = config.verifier.aux_layers.clone().unwrap_or_else(|| verifier.default_aux_layers());
-    if aux_layers.iter().any(|&layer| layer == 0 || layer as usize > verifier.layers) {
+    let aux_layers = config
+        .verifier
+        .aux_layers
+        .clone()
+        .unwrap_or_else(|| verifier.default_aux_layers());
+    if aux_layers
+        .iter()
+        .any(|&layer| layer == 0 || layer as usize > verifier.layers)
+    {
         return Err(misfit(
             "verifier.aux_layers",
-            format!("{aux_layers:?} names layers that are not among 1 to {}", verifier.layers),
+            format!(
+                "{aux_layers:?} names layers that are not among 1 to {}",
+                verifier.layers
+            ),
         ));
     }
     Ok(Contract {
@@ -80,20 +93,34 @@ pub fn contract_of(
 ///
 /// # Errors
 /// If a size of the `draft` section does not fit the verifier.
-pub fn draft_spec(config: &ClusterConfig, verifier: &VerifierConfig, aux_layers: usize) -> Result<DraftSpec, RecipeError> {
+pub fn draft_spec(
+    config: &ClusterConfig,
+    verifier: &VerifierConfig,
+    aux_layers: usize,
+) -> Result<DraftSpec, RecipeError> {
     let draft = &config.draft;
     let heads = draft.heads.unwrap_or(verifier.heads);
-    let kv_heads = draft.kv_heads.unwrap_or(if draft.heads.is_some() { heads } else { verifier.kv_heads });
+    let kv_heads = draft.kv_heads.unwrap_or(if draft.heads.is_some() {
+        heads
+    } else {
+        verifier.kv_heads
+    });
     let head_dim = draft.head_dim.unwrap_or(verifier.head_dim);
     let draft_vocab_size = draft.draft_vocab_size(verifier.vocab_size);
     if draft_vocab_size > verifier.vocab_size {
         return Err(misfit(
             "draft.vocab_size",
-            format!("{draft_vocab_size} exceeds the verifier's vocabulary of {}", verifier.vocab_size),
+            format!(
+                "{draft_vocab_size} exceeds the verifier's vocabulary of {}",
+                verifier.vocab_size
+            ),
         ));
     }
     if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
-        return Err(misfit("draft.kv_heads", format!("{kv_heads} does not divide the {heads} query heads")));
+        return Err(misfit(
+            "draft.kv_heads",
+            format!("{kv_heads} does not divide the {heads} query heads"),
+        ));
     }
     let mut rope = verifier.rope.clone();
     rope.dim = head_dim;
@@ -119,7 +146,10 @@ pub fn draft_spec(config: &ClusterConfig, verifier: &VerifierConfig, aux_layers:
 
 /// The objective.
 pub fn training_spec(config: &ClusterConfig) -> TrainingSpec {
-    TrainingSpec { ttt_steps: config.training.ttt_steps, step_loss_decay: config.training.step_loss_decay }
+    TrainingSpec {
+        ttt_steps: config.training.ttt_steps,
+        step_loss_decay: config.training.step_loss_decay,
+    }
 }
 
 /// The optimizer.
@@ -143,7 +173,9 @@ pub fn learning_rate(config: &ClusterConfig) -> LearningRate {
         fall: match training.schedule {
             Schedule::Linear => Fall::Linear,
             Schedule::Cosine => Fall::Cosine,
-            Schedule::Constant => Fall::Constant { decay_ratio: training.decay_ratio },
+            Schedule::Constant => Fall::Constant {
+                decay_ratio: training.decay_ratio,
+            },
         },
     }
 }
@@ -155,7 +187,9 @@ pub fn export_info(config: &ClusterConfig, verifier: &VerifierConfig, aux_layers
         verifier_architectures: vec![verifier.architecture.clone()],
         aux_layer_ids: aux_layers.to_vec(),
         ttt_steps: config.training.ttt_steps,
-        max_position_embeddings: verifier.max_position_embeddings.unwrap_or(config.training.tokens_per_row),
+        max_position_embeddings: verifier
+            .max_position_embeddings
+            .unwrap_or(config.training.tokens_per_row),
         initializer_range: 0.02,
         bos_token_id: None,
         eos_token_ids: verifier.eos_token_ids.clone(),
@@ -164,14 +198,20 @@ pub fn export_info(config: &ClusterConfig, verifier: &VerifierConfig, aux_layers
 }
 
 /// Digest of the parts of a configuration that decide the weights: a run may go on under another name, on other devices
-/// or with other deadlines, but not with other mathematics or data.
+/// with other deadlines or evaluations, but not with other mathematics or data.
 pub fn digest(config: &ClusterConfig) -> Digest {
+    // What only measures decides nothing.
+    let mut training = config.training.clone();
+    (training.evaluate_every_steps, training.max_new_tokens) = (0, 0);
+    let mut samples = config.samples.clone();
+    samples.held_out.clear();
+    samples.held_out_rows = 0;
     let mut digester = Digester::new();
     for part in [
         serde_json::to_string(&config.verifier.aux_layers),
         serde_json::to_string(&config.draft),
-        serde_json::to_string(&config.training),
-        serde_json::to_string(&config.samples),
+        serde_json::to_string(&training),
+        serde_json::to_string(&samples),
         serde_json::to_string(&config.run.seed),
         serde_json::to_string(&config.draft_seats()),
     ] {
@@ -194,9 +234,11 @@ pub fn settings(config: &ClusterConfig, contract: Contract) -> Settings {
         step_limit: config.training.steps,
         prefetch_steps: PREFETCH_STEPS,
         evaluate_every_steps: config.training.evaluate_every_steps,
+        held_out_rows: config.samples.held_out_rows,
         max_new_tokens: config.training.max_new_tokens,
         checkpoint_every_steps: config.checkpoints.every_steps,
         learning_rate: learning_rate(config),
+        suspect_after_ms: supervision.suspect_after_ms,
         dead_after_ms: supervision.dead_after_ms,
         attach_timeout_ms: ATTACH_TIMEOUT_MS,
         load_timeout_ms: supervision.load_timeout_s * 1000,

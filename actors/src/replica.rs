@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
-use eaglet_runtime::checkpoint::{self, CheckpointError, CheckpointFolder, DraftConfig, StateView, TrainingState};
+use eaglet_runtime::checkpoint::{
+    self, CheckpointError, CheckpointFolder, DraftConfig, StateView, TrainingState,
+};
 use eaglet_runtime::contract::Contract;
 use eaglet_runtime::control::{Acceptance, SeatMetrics, StepMetrics};
 use eaglet_runtime::device::Cpu;
@@ -102,7 +104,12 @@ impl Replica {
             verifier_norm_eps: parts.config.rms_norm_eps,
             lm_head: head,
         };
-        let draft = Draft::new(spec, recipe::training_spec(config), frozen.clone(), Arc::clone(&device))?;
+        let draft = Draft::new(
+            spec,
+            recipe::training_spec(config),
+            frozen.clone(),
+            Arc::clone(&device),
+        )?;
         let length = draft.layout().len();
         Ok(Self {
             draft,
@@ -134,7 +141,12 @@ impl Replica {
     /// If the checkpoint is damaged or belongs to another draft.
     pub fn load(&mut self, folder: &Path) -> Result<(), ReplicaError> {
         let state = TrainingState::load(&folder.join(STATE_FILE), self.layout_digest())?;
-        self.take(state.step, state.parameters, state.first_moment, state.second_moment);
+        self.take(
+            state.step,
+            state.parameters,
+            state.first_moment,
+            state.second_moment,
+        );
         Ok(())
     }
 
@@ -179,10 +191,19 @@ impl Replica {
     /// # Errors
     /// If it belongs to a draft of another size.
     pub fn adopt(&mut self, state: WholeState) -> Result<(), ReplicaError> {
-        let WholeState { step, weights, first_moments, second_moments } = state;
+        let WholeState {
+            step,
+            weights,
+            first_moments,
+            second_moments,
+        } = state;
         for vector in [&weights, &first_moments, &second_moments] {
             if vector.len() != self.parameters.len() {
-                let what = format!("has {} elements instead of {}", vector.len(), self.parameters.len());
+                let what = format!(
+                    "has {} elements instead of {}",
+                    vector.len(),
+                    self.parameters.len()
+                );
                 return Err(ReplicaError::ForeignState { what });
             }
         }
@@ -237,7 +258,8 @@ impl Replica {
     /// # Errors
     /// If the gradient has another length; nothing is changed then.
     pub fn apply(&mut self, gradient: Vec<f32>, learning_rate: f64) -> Result<(), ReplicaError> {
-        self.optimizer.update(&*self.device, &mut self.parameters, &gradient, learning_rate)?;
+        self.optimizer
+            .update(&*self.device, &mut self.parameters, &gradient, learning_rate)?;
         self.gradient = gradient;
         self.step = self.step.next();
         self.digest = self.compute_digest();
@@ -252,7 +274,9 @@ impl Replica {
         let mut total = Acceptance::default();
         for part in row.split(self.tokens_per_row) {
             let batch = DraftBatch::from_row(&part)?;
-            let counts = self.draft.evaluate(&self.parameters, &batch, self.vocabulary.ids())?;
+            let counts = self
+                .draft
+                .evaluate(&self.parameters, &batch, self.vocabulary.ids())?;
             total.add(&Acceptance {
                 verifications: counts.verifications,
                 accepted: counts.accepted,
@@ -275,7 +299,11 @@ impl Replica {
         let head_shape = [draft_vocab, hidden];
         let folder = checkpoints.write(self.step, |folder| {
             let trained = self.draft.layout().tensors().iter().map(|slot| {
-                (slot.name.as_str(), slot.shape.as_slice(), &self.parameters[slot.range.clone()])
+                (
+                    slot.name.as_str(),
+                    slot.shape.as_slice(),
+                    &self.parameters[slot.range.clone()],
+                )
             });
             let fixed = [
                 ("embed_tokens.weight", &embedding_shape[..], &frozen.embed[..]),
@@ -315,7 +343,11 @@ impl Replica {
 
     fn layout_digest(&self) -> Digest {
         checkpoint::layout_digest(
-            self.draft.layout().tensors().iter().map(|slot| (slot.name.as_str(), slot.shape.as_slice())),
+            self.draft
+                .layout()
+                .tensors()
+                .iter()
+                .map(|slot| (slot.name.as_str(), slot.shape.as_slice())),
         )
     }
 
@@ -355,17 +387,36 @@ impl IncomingState {
     /// # Errors
     /// If the piece does not follow those before it, or a whole vector has another digest than announced.
     pub fn take(&mut self, kind: &BulkKind, bytes: &[u8]) -> Result<Option<WholeState>, ReplicaError> {
-        let foreign = |what: &str| ReplicaError::ForeignState { what: what.to_owned() };
-        let &BulkKind::State { step, what, digest, elements, first_element } = kind else { return Ok(None) };
+        let foreign = |what: &str| ReplicaError::ForeignState {
+            what: what.to_owned(),
+        };
+        let &BulkKind::State {
+            step,
+            what,
+            digest,
+            elements,
+            first_element,
+        } = kind
+        else {
+            return Ok(None);
+        };
         if self.vectors.iter().all(Option::is_none) {
             self.step = step;
         }
         let slot = &mut self.vectors[what as usize];
-        let vector = slot.get_or_insert_with(|| Incoming { digest, values: Vec::new(), elements: elements as usize });
+        let vector = slot.get_or_insert_with(|| Incoming {
+            digest,
+            values: Vec::new(),
+            elements: elements as usize,
+        });
         if step != self.step || vector.digest != digest || vector.values.len() as u64 != first_element {
             return Err(foreign("has pieces that do not follow each other"));
         }
-        vector.values.extend(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+        vector.values.extend(
+            bytes
+                .chunks_exact(4)
+                .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])),
+        );
         if vector.values.len() == vector.elements && Digest::of_f32(&vector.values) != digest {
             return Err(foreign("has another digest than announced"));
         }
@@ -375,6 +426,11 @@ impl IncomingState {
         }
         let [weights, first_moments, second_moments] =
             std::mem::take(&mut self.vectors).map(|vector| vector.map(|v| v.values).unwrap_or_default());
-        Ok(Some(WholeState { step, weights, first_moments, second_moments }))
+        Ok(Some(WholeState {
+            step,
+            weights,
+            first_moments,
+            second_moments,
+        }))
     }
 }

@@ -111,9 +111,28 @@ counter! {
     /// The n-th occupant of a seat.
     Generation(u32)
 }
-counter! {
-    /// The n-th membership of the draft group.
-    Epoch(u64)
+/// The n-th membership of the draft group. The upper half counts the launches of the run, so that no epoch of an earlier
+/// launch comes again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Epoch(pub u64);
+
+impl Epoch {
+    /// The first epoch of a launch.
+    pub const fn first_of(launch: u32) -> Self {
+        Self((launch as u64) << 32)
+    }
+
+    /// The one after this.
+    #[must_use]
+    pub const fn next(self) -> Self {
+        Self(self.0 + 1)
+    }
+}
+
+impl fmt::Display for Epoch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.0 >> 32, self.0 & 0xffff_ffff)
+    }
 }
 counter! {
     /// Number of optimizer steps committed: step `n` is the one that takes the weights from `n` to `n + 1`.

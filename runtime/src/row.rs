@@ -142,12 +142,20 @@ impl HiddenRow {
         let mut rows: Vec<Self> = Vec::new();
         for range in self.row.documents() {
             if rows.last().is_none_or(|row| row.row.len() + range.len() > tokens) {
-                let hidden = HiddenStates { bytes: Vec::new(), ..self.hidden };
-                rows.push(Self { row: PackedRow::default(), hidden });
+                let hidden = HiddenStates {
+                    bytes: Vec::new(),
+                    ..self.hidden
+                };
+                rows.push(Self {
+                    row: PackedRow::default(),
+                    hidden,
+                });
             }
             if let Some(row) = rows.last_mut() {
                 row.row.tokens.extend_from_slice(&self.row.tokens[range.clone()]);
-                row.row.loss_mask.extend_from_slice(&self.row.loss_mask[range.clone()]);
+                row.row
+                    .loss_mask
+                    .extend_from_slice(&self.row.loss_mask[range.clone()]);
                 row.row.document_lengths.push(range.len() as u32);
                 let bytes = range.start * token_bytes..range.end * token_bytes;
                 row.hidden.bytes.extend_from_slice(&self.hidden.bytes[bytes]);
@@ -168,7 +176,10 @@ mod tests {
         for length in [3_usize, 4, 9, 2] {
             let tokens: Vec<u32> = (next..next + length as u32).collect();
             next += length as u32;
-            row.push(&Sample { loss_mask: vec![1; length], tokens });
+            row.push(&Sample {
+                loss_mask: vec![1; length],
+                tokens,
+            });
         }
         let mut hidden = HiddenStates::zeros(HiddenDtype::F32, row.len(), 2, 3);
         for token in 0..row.len() {
@@ -178,7 +189,10 @@ mod tests {
         }
         let whole = HiddenRow { row, hidden };
         let parts = whole.split(8);
-        let lengths: Vec<_> = parts.iter().map(|part| part.row.document_lengths.clone()).collect();
+        let lengths: Vec<_> = parts
+            .iter()
+            .map(|part| part.row.document_lengths.clone())
+            .collect();
         assert_eq!(lengths, [vec![3, 4], vec![9], vec![2]]);
         let mut token = 0;
         for part in &parts {

@@ -15,7 +15,10 @@ pub const PATIENCE: Duration = Duration::from_secs(100);
 
 /// The repository.
 pub fn repository() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize().expect("this package lies in the repository")
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("..")
+        .canonicalize()
+        .expect("this package lies in the repository")
 }
 
 /// The `eaglet` binary of this build.
@@ -24,7 +27,10 @@ pub fn repository() -> PathBuf {
 /// If it was not built.
 pub fn eaglet() -> PathBuf {
     let test = std::env::current_exe().expect("a test knows its executable");
-    let folder = test.parent().and_then(Path::parent).expect("tests lie in target/PROFILE/deps");
+    let folder = test
+        .parent()
+        .and_then(Path::parent)
+        .expect("tests lie in target/PROFILE/deps");
     let binary = folder.join("eaglet");
     assert!(
         binary.exists(),
@@ -49,8 +55,13 @@ impl Cluster {
     /// If the process cannot be started.
     pub fn launch(directory: &Path, sets: &[&str]) -> Self {
         let mut command = Command::new(eaglet());
-        command.arg("launch").arg(repository().join("cluster.toml")).args(["--plain", "--log-format", "json"]);
-        command.arg("--set").arg(format!("run.directory={:?}", directory.display().to_string()));
+        command
+            .arg("launch")
+            .arg(repository().join("cluster.toml"))
+            .args(["--plain", "--log-format", "json"]);
+        command
+            .arg("--set")
+            .arg(format!("run.directory={:?}", directory.display().to_string()));
         for set in sets {
             command.args(["--set", set]);
         }
@@ -70,7 +81,12 @@ impl Cluster {
                 }
             }
         });
-        Self { child, directory: directory.to_owned(), lines, seen: Vec::new() }
+        Self {
+            child,
+            directory: directory.to_owned(),
+            lines,
+            seen: Vec::new(),
+        }
     }
 
     /// The run directory.
@@ -97,12 +113,18 @@ impl Cluster {
     /// Lines of the metrics file.
     pub fn metrics(&self) -> Vec<Value> {
         let text = std::fs::read_to_string(self.directory.join("metrics.jsonl")).unwrap_or_default();
-        text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+        text.lines()
+            .filter_map(|line| serde_json::from_str(line).ok())
+            .collect()
     }
 
     /// Steps in the metrics file so far.
     pub fn steps(&self) -> u64 {
-        self.metrics().iter().filter_map(|line| line.get("loss").and(line["step"].as_u64())).max().unwrap_or(0)
+        self.metrics()
+            .iter()
+            .filter_map(|line| line.get("loss").and(line["step"].as_u64()))
+            .max()
+            .unwrap_or(0)
     }
 
     /// Process of the present occupant of a seat such as `draft-0`.
@@ -113,8 +135,13 @@ impl Cluster {
         self.wait(&format!("a process of {role}-{index}"), |cluster| {
             let status = cluster.status()?;
             let ranks = status["ranks"].as_array()?;
-            let rank = ranks.iter().find(|r| r["seat"]["role"] == role && r["seat"]["index"] == index)?;
-            rank["pid"].as_u64().map(|pid| pid as u32).filter(|&pid| is_alive(pid))
+            let rank = ranks
+                .iter()
+                .find(|r| r["seat"]["role"] == role && r["seat"]["index"] == index)?;
+            rank["pid"]
+                .as_u64()
+                .map(|pid| pid as u32)
+                .filter(|&pid| is_alive(pid))
         })
     }
 
@@ -133,7 +160,11 @@ impl Cluster {
                 begun.elapsed() < PATIENCE && ended.is_none(),
                 "no {what}: after {:?} the cluster {}\n{}\n{}",
                 begun.elapsed(),
-                if ended.is_some() { "has ended" } else { "is still running" },
+                if ended.is_some() {
+                    "has ended"
+                } else {
+                    "is still running"
+                },
                 self.seen.join("\n"),
                 self.errors(),
             );
@@ -151,7 +182,9 @@ impl Cluster {
     /// # Panics
     /// As [`Self::wait`].
     pub fn wait_for_step(&mut self, step: u64) {
-        self.wait(&format!("step {step}"), |cluster| (cluster.steps() >= step).then_some(()));
+        self.wait(&format!("step {step}"), |cluster| {
+            (cluster.steps() >= step).then_some(())
+        });
     }
 
     /// Waits until processes are gone.
@@ -182,14 +215,22 @@ impl Cluster {
                 // Its ranks end with it.
                 let _ = self.child.kill();
                 let _ = self.child.wait();
-                panic!("the cluster did not end\n{}\n{}", self.seen.join("\n"), self.errors());
+                panic!(
+                    "the cluster did not end\n{}\n{}",
+                    self.seen.join("\n"),
+                    self.errors()
+                );
             }
             if let Ok(line) = self.lines.recv_timeout(Duration::from_millis(20)) {
                 self.seen.push(line);
             }
         };
         self.seen.extend(self.lines.iter());
-        Finished { status, lines: std::mem::take(&mut self.seen), errors: self.errors() }
+        Finished {
+            status,
+            lines: std::mem::take(&mut self.seen),
+            errors: self.errors(),
+        }
     }
 
     /// Sends a signal to the coordinator.
@@ -227,14 +268,18 @@ pub fn send(pid: u32, signal: Signal) {
 
 /// Whether a process exists and is no zombie.
 pub fn is_alive(pid: u32) -> bool {
-    std::fs::read_to_string(format!("/proc/{pid}/stat"))
-        .is_ok_and(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z')))
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
+        stat.rsplit_once(") ")
+            .is_some_and(|(_, rest)| !rest.starts_with('Z'))
+    })
 }
 
 /// Processes whose command line names a run directory.
 pub fn processes_of(directory: &Path) -> Vec<u32> {
     let wanted = directory.display().to_string();
-    let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
+    let Ok(entries) = std::fs::read_dir("/proc") else {
+        return Vec::new();
+    };
     entries
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
         .filter(|&pid: &u32| {
@@ -256,7 +301,10 @@ pub fn final_weights(directory: &Path) -> BTreeMap<&'static str, Vec<u8>> {
         .into_iter()
         .map(|name| {
             let file = latest.join(name);
-            (name, std::fs::read(&file).unwrap_or_else(|error| panic!("{}: {error}", file.display())))
+            (
+                name,
+                std::fs::read(&file).unwrap_or_else(|error| panic!("{}: {error}", file.display())),
+            )
         })
         .collect()
 }

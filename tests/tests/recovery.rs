@@ -26,14 +26,20 @@ fn ledger_adds_up(directory: &Path) {
     let bytes = std::fs::read(directory.join("status.json")).expect("a status file");
     let status: serde_json::Value = serde_json::from_slice(&bytes).expect("JSON");
     let count = |name: &str| status["samples"][name].as_u64().expect("a count");
-    let sum: u64 = ["pending", "leased", "extracted", "trained", "quarantined"].into_iter().map(count).sum();
+    let sum: u64 = ["pending", "leased", "extracted", "trained", "quarantined"]
+        .into_iter()
+        .map(count)
+        .sum();
     assert_eq!(count("intake"), sum);
     assert!(count("trained") > 0);
 }
 
 fn same_weights(quiet: &Path, other: &Path) {
     for (name, bytes) in final_weights(quiet) {
-        assert!(bytes == final_weights(other)[name], "{name} differs from that of the quiet run");
+        assert!(
+            bytes == final_weights(other)[name],
+            "{name} differs from that of the quiet run"
+        );
     }
 }
 
@@ -63,12 +69,18 @@ fn killed_ranks_and_a_killed_coordinator_leave_the_weights_of_the_quiet_run() {
     cluster.wait_for_step(13);
     let drafts = [cluster.rank("draft", 0), cluster.rank("draft", 1)];
     assert!(!drafts.contains(&draft) && !is_alive(draft));
-    drafts.map(|pid| send(pid, Signal::KILL));
+    for pid in drafts {
+        send(pid, Signal::KILL);
+    }
     let finished = cluster.finish();
     completed(&finished);
     ledger_adds_up(&directory);
     assert_eq!(processes_of(&directory), Vec::<u32>::new());
-    let lost = finished.lines.iter().filter(|line| line.contains("lost ")).count();
+    let lost = finished
+        .lines
+        .iter()
+        .filter(|line| line.contains("lost "))
+        .count();
     assert_eq!(lost, 4, "{finished:#?}");
     same_weights(&quiet, &directory);
 
@@ -76,7 +88,11 @@ fn killed_ranks_and_a_killed_coordinator_leave_the_weights_of_the_quiet_run() {
     let directory = folder.path().join("killed-coordinator");
     let mut cluster = Cluster::launch(&directory, SETS);
     cluster.wait_for_step(14);
-    let ranks = [cluster.rank("draft", 0), cluster.rank("draft", 1), cluster.rank("verifier", 0)];
+    let ranks = [
+        cluster.rank("draft", 0),
+        cluster.rank("draft", 1),
+        cluster.rank("verifier", 0),
+    ];
     cluster.signal(Signal::KILL);
     cluster.wait_until_gone(&ranks);
     assert_eq!(processes_of(&directory), Vec::<u32>::new());
@@ -113,7 +129,10 @@ fn a_drained_run_goes_on_to_the_same_weights() {
     sets.push("training.learning_rate=0.5");
     let finished = Cluster::launch(&directory, &sets).finish();
     assert_eq!(finished.status.code(), Some(2), "{finished:#?}");
-    assert!(finished.errors.contains("start a new run directory"), "{finished:#?}");
+    assert!(
+        finished.errors.contains("start a new run directory"),
+        "{finished:#?}"
+    );
     same_weights(&quiet, &directory);
 }
 
@@ -122,7 +141,11 @@ fn a_second_interrupt_ends_at_once_and_leaves_nobody_behind() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let directory = folder.path().join("run");
     let mut cluster = Cluster::launch(&directory, SETS);
-    let ranks = [cluster.rank("draft", 0), cluster.rank("draft", 1), cluster.rank("verifier", 0)];
+    let ranks = [
+        cluster.rank("draft", 0),
+        cluster.rank("draft", 1),
+        cluster.rank("verifier", 0),
+    ];
     // A hung rank cannot be drained, so only the second interrupt can end this.
     send(ranks[0], Signal::STOP);
     cluster.signal(Signal::INT);

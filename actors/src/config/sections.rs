@@ -233,7 +233,7 @@ impl Default for SamplesConfig {
             files: Vec::new(),
             held_out: Vec::new(),
             held_out_every: 0,
-            held_out_rows: 1,
+            held_out_rows: 4,
             max_line_bytes: 16 << 20,
             min_trained_tokens: 1,
             too_long: TooLong::Truncate,
@@ -316,16 +316,6 @@ impl SupervisionConfig {
     /// `coordinator_lease_ms` as a duration.
     pub const fn coordinator_lease(&self) -> Duration {
         Duration::from_millis(self.coordinator_lease_ms)
-    }
-
-    /// Wait before the `restarts`-th restart of a seat within the window, counted from 0.
-    pub fn backoff(&self, restarts: u32) -> Duration {
-        let factor = 1_u64.checked_shl(restarts).unwrap_or(u64::MAX);
-        Duration::from_millis(
-            self.backoff_initial_ms
-                .saturating_mul(factor)
-                .min(self.backoff_max_ms),
-        )
     }
 }
 

@@ -434,27 +434,11 @@ fn the_resolved_form_and_json_give_the_same_value_again() {
 }
 
 #[test]
-fn backoff_doubles_up_to_its_limit() {
-    let supervision = SupervisionConfig {
-        backoff_initial_ms: 200,
-        backoff_max_ms: 1000,
-        ..Default::default()
-    };
-    let waits: Vec<_> = [0, 1, 2, 3, 63, 64, u32::MAX]
-        .map(|n| supervision.backoff(n).as_millis())
-        .to_vec();
-    assert_eq!(waits, [200, 400, 800, 1000, 1000, 1000, 1000]);
-}
-
-#[test]
-fn the_default_cluster_is_right_but_for_files_that_are_made_later() {
+fn the_default_cluster_is_right() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cluster.toml");
-    if let Err(error) = ClusterConfig::load(&path, [], &[""; 0]) {
-        let other: Vec<_> = error
-            .problems()
-            .iter()
-            .filter(|problem| !problem.message.contains("there is no f"))
-            .collect();
-        assert!(other.is_empty(), "{error}");
-    }
+    let config = ClusterConfig::load(&path, [], &[""; 0]).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(
+        (config.verifier_seats().len(), config.draft_seats().len()),
+        (1, 2)
+    );
 }

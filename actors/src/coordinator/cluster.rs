@@ -67,7 +67,10 @@ impl Admit for Gate {
     fn admit(&self, accepted: Accepted) -> Result<(), String> {
         let attach = &accepted.attach;
         if attach.protocol != PROTOCOL {
-            return Err(format!("this coordinator speaks protocol {PROTOCOL}, the rank {}", attach.protocol));
+            return Err(format!(
+                "this coordinator speaks protocol {PROTOCOL}, the rank {}",
+                attach.protocol
+            ));
         }
         if attach.token != self.token {
             return Err("the rank belongs to another launch".to_owned());
@@ -75,7 +78,10 @@ impl Admit for Gate {
         let key = (attach.seat, attach.generation);
         let proxy = self.registry.proxies().get(&key).cloned();
         let Some(proxy) = proxy else {
-            return Err(format!("{} has no generation {} now", attach.seat, attach.generation));
+            return Err(format!(
+                "{} has no generation {} now",
+                attach.seat, attach.generation
+            ));
         };
         proxy
             .cast(ProxyMessage::Admitted(Box::new(accepted)))
@@ -147,7 +153,9 @@ impl Actor for Cluster {
                     // A proxy that is gone has no process.
                     let _ = proxy.cast(ProxyMessage::Kill("stopped by the user".to_owned()));
                 }
-                state.finish(Outcome::Failed { report: "stopped by the user".to_owned() });
+                state.finish(Outcome::Failed {
+                    report: "stopped by the user".to_owned(),
+                });
             }
         }
         Ok(())
@@ -167,7 +175,17 @@ impl Actor for Cluster {
         if let Some((seat, generation)) = state.proxies.remove(&id) {
             state.arguments.registry.proxies().remove(&(seat, generation));
             let log_tail = state.arguments.host.last_words(seat);
-            state.feed(&myself, Event::Lost { seat, generation, cause, log_tail }).await;
+            state
+                .feed(
+                    &myself,
+                    Event::Lost {
+                        seat,
+                        generation,
+                        cause,
+                        log_tail,
+                    },
+                )
+                .await;
         }
         Ok(())
     }
@@ -196,7 +214,9 @@ impl ClusterState {
                         tokens: sample.tokens.len() as u32,
                         trained_tokens: sample.loss_mask.iter().filter(|&&m| m != 0).count() as u32,
                     },
-                    Err(error) => Event::Broken { report: error.to_string() },
+                    Err(error) => Event::Broken {
+                        report: error.to_string(),
+                    },
                 },
                 Err(reason) => Event::SampleRefused { source, reason },
             };
@@ -218,18 +238,37 @@ impl ClusterState {
                     }
                 }
                 Command::Spawn { seat, generation } => self.spawn(myself, seat, generation).await,
-                Command::Kill { seat, generation, reason } => {
+                Command::Kill {
+                    seat,
+                    generation,
+                    reason,
+                } => {
                     tracing::warn!(%seat, %generation, reason, "killing a rank");
                     self.tell(seat, generation, ProxyMessage::Kill(reason));
                 }
-                Command::Send { seat, generation, command } => {
+                Command::Send {
+                    seat,
+                    generation,
+                    command,
+                } => {
                     self.tell(seat, generation, ProxyMessage::Send(command));
                 }
-                Command::Lease { seat, generation, row, documents, destination } => {
+                Command::Lease {
+                    seat,
+                    generation,
+                    row,
+                    documents,
+                    destination,
+                } => {
                     match self.read_row(row, &documents) {
                         Ok(content) => {
                             let units = documents.into_iter().map(|(unit, _)| unit).collect();
-                            let extraction = Extraction { row, units, content, destination };
+                            let extraction = Extraction {
+                                row,
+                                units,
+                                content,
+                                destination,
+                            };
                             let command = CoordinatorCommand::Extract(extraction);
                             self.tell(seat, generation, ProxyMessage::Send(command));
                         }
@@ -277,7 +316,12 @@ impl ClusterState {
             Err(error) => {
                 self.arguments.registry.proxies().remove(&(seat, generation));
                 let cause = format!("its process cannot be started: {error}");
-                let event = Event::Lost { seat, generation, cause, log_tail: String::new() };
+                let event = Event::Lost {
+                    seat,
+                    generation,
+                    cause,
+                    log_tail: String::new(),
+                };
                 // Back through the mailbox: the engine is not entered twice.
                 let _ = myself.cast(ClusterMessage::Event(event));
             }
@@ -294,11 +338,10 @@ impl ClusterState {
     fn read_row(&mut self, row: RowId, documents: &[(Unit, Location)]) -> Result<PackedRow, String> {
         let mut packed = PackedRow::default();
         for (unit, location) in documents {
-            let sample = self
-                .arguments
-                .store
-                .read(*location)
-                .map_err(|error| format!("sample {} of the {row} cannot be read: {error}", unit.sample))?;
+            let sample =
+                self.arguments.store.read(*location).map_err(|error| {
+                    format!("sample {} of the {row} cannot be read: {error}", unit.sample)
+                })?;
             packed.push(&sample);
         }
         Ok(packed)
@@ -308,22 +351,35 @@ impl ClusterState {
         self.broken = true;
         for proxy in self.arguments.registry.proxies().values() {
             // A proxy that is gone has no process.
-            let _ = proxy.cast(ProxyMessage::Kill("the coordinator cannot write its journal".to_owned()));
+            let _ = proxy.cast(ProxyMessage::Kill(
+                "the coordinator cannot write its journal".to_owned(),
+            ));
         }
-        self.finish(Outcome::Failed { report: report.to_owned() });
+        self.finish(Outcome::Failed {
+            report: report.to_owned(),
+        });
     }
 
     fn finish(&mut self, outcome: Outcome) {
         let (summary, checkpoint) = match &outcome {
-            Outcome::Completed { checkpoint, acceptance } => {
+            Outcome::Completed {
+                checkpoint,
+                acceptance,
+            } => {
                 let length = acceptance.as_ref().and_then(Acceptance::length);
-                let length = length.map(|l| format!(", mean acceptance length {l:.2} on held-out answers")).unwrap_or_default();
-                let place = checkpoint.as_ref().map(|c| format!(", checkpoint in {}", c.display())).unwrap_or_default();
+                let length = length
+                    .map(|l| format!(", mean acceptance length {l:.2} on held-out answers"))
+                    .unwrap_or_default();
+                let place = checkpoint
+                    .as_ref()
+                    .map(|c| format!(", checkpoint in {}", c.display()))
+                    .unwrap_or_default();
                 (format!("completed{length}{place}"), checkpoint.clone())
             }
-            Outcome::Drained { checkpoint } => {
-                ("stopped as asked; the same command goes on from here".to_owned(), checkpoint.clone())
-            }
+            Outcome::Drained { checkpoint } => (
+                "stopped as asked; the same command goes on from here".to_owned(),
+                checkpoint.clone(),
+            ),
             Outcome::Failed { report } => (format!("failed: {report}"), None),
         };
         self.show(MonitorMessage::Finished { summary, checkpoint });

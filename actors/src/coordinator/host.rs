@@ -64,7 +64,10 @@ impl Host {
         generation: Generation,
         exited: impl FnOnce(String) + Send + 'static,
     ) -> io::Result<Process> {
-        let log = OpenOptions::new().create(true).append(true).open(self.output_path(seat))?;
+        let log = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(self.output_path(seat))?;
         let mut command = Command::new(&self.executable);
         command
             .arg("rank")
@@ -82,28 +85,32 @@ impl Host {
             // Ctrl-C is for the coordinator, which then drains.
             .process_group(0);
         let (started, answer) = mpsc::channel();
-        std::thread::Builder::new().name(format!("wait {seat}")).spawn(move || {
-            let mut child = match command.spawn() {
-                Ok(child) => child,
-                Err(error) => {
-                    // The asker waits for exactly one answer.
-                    let _ = started.send(Err(error));
-                    return;
+        std::thread::Builder::new()
+            .name(format!("wait {seat}"))
+            .spawn(move || {
+                let mut child = match command.spawn() {
+                    Ok(child) => child,
+                    Err(error) => {
+                        // The asker waits for exactly one answer.
+                        let _ = started.send(Err(error));
+                        return;
+                    }
+                };
+                let process = open_process(child.id());
+                let failed = process.is_err();
+                let _ = started.send(process);
+                if failed {
+                    // Without a pidfd it could not be killed later.
+                    let _ = child.kill();
                 }
-            };
-            let process = open_process(child.id());
-            let failed = process.is_err();
-            let _ = started.send(process);
-            if failed {
-                // Without a pidfd it could not be killed later.
-                let _ = child.kill();
-            }
-            let status = child.wait();
-            if !failed {
-                exited(status.map_or_else(|error| error.to_string(), describe));
-            }
-        })?;
-        answer.recv().unwrap_or_else(|_| Err(io::Error::other("the thread that starts the rank ended")))
+                let status = child.wait();
+                if !failed {
+                    exited(status.map_or_else(|error| error.to_string(), describe));
+                }
+            })?;
+        answer
+            .recv()
+            .unwrap_or_else(|_| Err(io::Error::other("the thread that starts the rank ended")))
     }
 
     /// Where a rank's standard output and error go.
@@ -138,6 +145,10 @@ fn tail(path: &Path) -> io::Result<String> {
     let mut bytes = Vec::new();
     file.take(LOG_TAIL_BYTES).read_to_end(&mut bytes)?;
     let text = String::from_utf8_lossy(&bytes);
-    let from = if length > LOG_TAIL_BYTES { text.find('\n').map_or(0, |at| at + 1) } else { 0 };
+    let from = if length > LOG_TAIL_BYTES {
+        text.find('\n').map_or(0, |at| at + 1)
+    } else {
+        0
+    };
     Ok(text[from..].trim_end().to_owned())
 }

@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use eaglet_runtime::row::Sample;
 use eaglet_runtime::samples::{
-    ChatTokenizer, Conversation, DraftVocabulary, SampleLimits, Source, SourceOptions, TokenCounts, samples_of,
+    ChatTokenizer, Conversation, DraftVocabulary, SampleLimits, Source, SourceOptions, TokenCounts,
+    samples_of,
 };
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 
@@ -56,7 +57,9 @@ impl Actor for Intake {
         _: Begin,
         state: &mut Self::State,
     ) -> Result<(), ActorProcessingErr> {
-        let Some(arguments) = state.take() else { return Ok(()) };
+        let Some(arguments) = state.take() else {
+            return Ok(());
+        };
         let cluster = arguments.cluster.clone();
         let handle = tokio::runtime::Handle::current();
         let result = tokio::task::spawn_blocking(move || Reader::new(arguments, handle).run()).await?;
@@ -100,7 +103,11 @@ impl Reader {
             self.read(file, Self::take)?;
         }
         self.hand_over()?;
-        let size = self.arguments.config.draft.draft_vocab_size(self.arguments.verifier_vocab_size);
+        let size = self
+            .arguments
+            .config
+            .draft
+            .draft_vocab_size(self.arguments.verifier_vocab_size);
         let vocabulary = DraftVocabulary::from_counts(&self.counts, size, self.arguments.verifier_vocab_size)
             .map_err(|error| format!("draft.vocab_size: {error}"))?;
         Ok(Event::Prepared {
@@ -121,7 +128,11 @@ impl Reader {
         };
         let mut source = Source::open(file, options).map_err(|error| error.to_string())?;
         while let Some(row) = source.next_row().map_err(|error| error.to_string())? {
-            let place = |id: Option<String>| SampleSource { file: file.display().to_string(), line: row.line, id };
+            let place = |id: Option<String>| SampleSource {
+                file: file.display().to_string(),
+                line: row.line,
+                id,
+            };
             match &row.conversation {
                 Ok(conversation) => take(self, place(conversation.id.clone()), conversation)?,
                 Err(quarantine) => {
@@ -175,13 +186,23 @@ impl Reader {
     fn hold_out(&mut self, conversation: &Conversation) {
         let training = &self.arguments.config.training;
         let limits = SampleLimits {
-            max_tokens: training.tokens_per_row.saturating_sub(training.max_new_tokens).max(2),
+            max_tokens: training
+                .tokens_per_row
+                .saturating_sub(training.max_new_tokens)
+                .max(2),
             min_trained_tokens: 1,
         };
         match samples_of(conversation, &self.arguments.tokenizer, limits) {
             Ok(masked) => {
-                if let Some(Sample { mut tokens, loss_mask }) = masked.samples.into_iter().next() {
-                    let prompt = loss_mask.iter().position(|&trained| trained != 0).unwrap_or(tokens.len());
+                if let Some(Sample {
+                    mut tokens,
+                    loss_mask,
+                }) = masked.samples.into_iter().next()
+                {
+                    let prompt = loss_mask
+                        .iter()
+                        .position(|&trained| trained != 0)
+                        .unwrap_or(tokens.len());
                     tokens.truncate(prompt);
                     if !tokens.is_empty() {
                         self.held_out.push(tokens);
@@ -198,7 +219,11 @@ impl Reader {
             return Ok(());
         }
         self.batch.push(IntakeItem { source, verdict });
-        if self.batch.len() >= BATCH { self.hand_over() } else { Ok(()) }
+        if self.batch.len() >= BATCH {
+            self.hand_over()
+        } else {
+            Ok(())
+        }
     }
 
     fn hand_over(&mut self) -> Result<(), String> {

@@ -104,9 +104,6 @@ pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Re
     if replay.cut_bytes > 0 {
         tracing::warn!(bytes = replay.cut_bytes, "a torn tail of the journal was cut");
     }
-    std::fs::write(directory.join("cluster.toml"), config.to_toml()?)
-        .map_err(|error| anyhow::anyhow!("{}: cannot write the resolved configuration: {error}", directory.display()))?;
-    let checkpoints = CheckpointFolder::new(directory.join("checkpoints"))?;
     let mut engine = Engine::new(recipe::settings(&config, contract), &replay.records, 0)?;
     engine.keep_checkpoints(|known| {
         let whole = checkpoint::verify(&known.folder);
@@ -115,13 +112,23 @@ pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Re
         }
         whole.is_ok()
     });
-    drop(checkpoints);
+    // Nothing of the directory was changed before it was clear that it belongs to this run.
+    std::fs::write(directory.join("cluster.toml"), config.to_toml()?).map_err(|error| {
+        anyhow::anyhow!(
+            "{}: cannot write the resolved configuration: {error}",
+            directory.display()
+        )
+    })?;
+    CheckpointFolder::new(directory.join("checkpoints"))?;
     let store = SampleStore::open_at(&directory.join("samples.bin"), stored_bytes(&replay.records))?;
 
     let (listener, address) = transport::bind(&config.run.listen.to_string()).await?;
     let token = new_token()?;
     let registry = Registry::default();
-    let gate = Gate { token: token.clone(), registry: registry.clone() };
+    let gate = Gate {
+        token: token.clone(),
+        registry: registry.clone(),
+    };
     let server = tokio::spawn(async move {
         if let Err(error) = transport::serve(listener, gate).await {
             tracing::error!(error, "the control port is closed");
@@ -164,7 +171,14 @@ pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Re
         };
         Actor::spawn_linked(None, Intake, intake, cluster.get_cell()).await?;
     }
-    Ok(Launched { cluster, finished, snapshots, server, life, observer })
+    Ok(Launched {
+        cluster,
+        finished,
+        snapshots,
+        server,
+        life,
+        observer,
+    })
 }
 
 fn prepare_directory(directory: &Path) -> anyhow::Result<()> {

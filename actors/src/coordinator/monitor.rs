@@ -48,7 +48,10 @@ pub(super) enum MonitorMessage {
     /// Acceptance was measured.
     Evaluated { step: u64, acceptance: Acceptance },
     /// The run is over, and how it ended.
-    Finished { summary: String, checkpoint: Option<PathBuf> },
+    Finished {
+        summary: String,
+        checkpoint: Option<PathBuf>,
+    },
 }
 
 pub(super) struct MonitorState {
@@ -68,8 +71,16 @@ pub(super) struct MonitorState {
 impl Monitor {
     pub(super) async fn start(
         arguments: MonitorArguments<'_>,
-    ) -> anyhow::Result<(ActorRef<MonitorMessage>, watch::Receiver<Snapshot>, tokio::task::JoinHandle<()>)> {
-        let MonitorArguments { config, directory, records } = arguments;
+    ) -> anyhow::Result<(
+        ActorRef<MonitorMessage>,
+        watch::Receiver<Snapshot>,
+        tokio::task::JoinHandle<()>,
+    )> {
+        let MonitorArguments {
+            config,
+            directory,
+            records,
+        } = arguments;
         let mut snapshot = Snapshot {
             run: config.run.name.clone(),
             phase: "starting".to_owned(),
@@ -194,7 +205,9 @@ impl MonitorState {
         }
         .to_owned();
         snapshot.ranks = view.seats.iter().map(rank_view).collect();
-        snapshot.ranks.sort_by_key(|rank| (rank.seat.role != Role::Verifier, rank.seat.index));
+        snapshot
+            .ranks
+            .sort_by_key(|rank| (rank.seat.role != Role::Verifier, rank.seat.index));
         snapshot.samples = SampleCounts {
             intake: view.ledger.intake,
             pending: view.ledger.pending,
@@ -222,14 +235,31 @@ impl MonitorState {
         let Some(length) = acceptance.length() else { return };
         shown.latest = Some(length as f32);
         let verifications = acceptance.verifications.max(1) as f32;
-        shown.per_position = acceptance.accepted_at.iter().map(|&n| n as f32 / verifications).collect();
-        push(&mut shown.history, Point { step: Step(step), value: length as f32 });
-        self.note(format!("acceptance length {length:.2} on held-out answers at step {step}"));
+        shown.per_position = acceptance
+            .accepted_at
+            .iter()
+            .map(|&n| n as f32 / verifications)
+            .collect();
+        push(
+            &mut shown.history,
+            Point {
+                step: Step(step),
+                value: length as f32,
+            },
+        );
+        self.note(format!(
+            "acceptance length {length:.2} on held-out answers at step {step}"
+        ));
     }
 
     fn note(&mut self, text: String) {
         let seconds = self.started.elapsed().as_secs();
-        let time = format!("{:02}:{:02}:{:02}", seconds / 3600, seconds / 60 % 60, seconds % 60);
+        let time = format!(
+            "{:02}:{:02}:{:02}",
+            seconds / 3600,
+            seconds / 60 % 60,
+            seconds % 60
+        );
         self.snapshot.events_total += 1;
         let events = &mut self.snapshot.events;
         events.push(monitor::Event { time, text });
@@ -311,7 +341,13 @@ fn show_report(snapshot: &mut Snapshot, report: &StepReport) {
     while snapshot.loss.last().is_some_and(|point| point.step >= step) {
         snapshot.loss.pop();
     }
-    push(&mut snapshot.loss, Point { step, value: report.loss as f32 });
+    push(
+        &mut snapshot.loss,
+        Point {
+            step,
+            value: report.loss as f32,
+        },
+    );
     snapshot.learning_rate = report.learning_rate;
     snapshot.accuracy = report
         .ttt
@@ -351,8 +387,14 @@ impl Rate {
     }
 
     fn per_second(&self, now: Instant) -> f32 {
-        let (Some(&(from, first)), Some(&(_, last))) = (self.0.front(), self.0.back()) else { return 0.0 };
+        let (Some(&(from, first)), Some(&(_, last))) = (self.0.front(), self.0.back()) else {
+            return 0.0;
+        };
         let seconds = (now - from).as_secs_f32();
-        if seconds > 0.0 { last.saturating_sub(first) as f32 / seconds } else { 0.0 }
+        if seconds > 0.0 {
+            last.saturating_sub(first) as f32 / seconds
+        } else {
+            0.0
+        }
     }
 }

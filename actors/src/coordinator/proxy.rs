@@ -70,11 +70,15 @@ impl Actor for RankProxy {
         arguments: ProxyArguments,
     ) -> Result<ProxyState, ActorProcessingErr> {
         // Before the process exists, so that it finds its proxy however fast it attaches.
-        arguments.registry.enter(arguments.seat, arguments.generation, &myself);
-        let process = arguments.host.start(arguments.seat, arguments.generation, move |status| {
-            // A proxy that is gone needs no news of its process.
-            let _ = myself.cast(ProxyMessage::Exited(status));
-        })?;
+        arguments
+            .registry
+            .enter(arguments.seat, arguments.generation, &myself);
+        let process = arguments
+            .host
+            .start(arguments.seat, arguments.generation, move |status| {
+                // A proxy that is gone needs no news of its process.
+                let _ = myself.cast(ProxyMessage::Exited(status));
+            })?;
         tracing::info!(seat = %arguments.seat, generation = %arguments.generation, pid = process.pid, "rank started");
         Ok(ProxyState {
             arguments,
@@ -98,7 +102,11 @@ impl Actor for RankProxy {
             ProxyMessage::Heard(event) => {
                 state.said_bye |= event == RankEvent::Bye;
                 let (seat, generation) = (state.arguments.seat, state.arguments.generation);
-                state.arguments.cluster.cast(ClusterMessage::Event(Event::Rank { seat, generation, event }))?;
+                state.arguments.cluster.cast(ClusterMessage::Event(Event::Rank {
+                    seat,
+                    generation,
+                    event,
+                }))?;
             }
             ProxyMessage::StreamEnded(reason) => {
                 state.streaming = false;
@@ -140,10 +148,16 @@ impl ProxyState {
         if self.commands.is_some() || self.exited.is_some() {
             return; // dropping the stream refuses it
         }
-        let Accepted { attach, events, commands } = accepted;
+        let Accepted {
+            attach,
+            events,
+            commands,
+        } = accepted;
         self.commands = Some(commands);
         self.streaming = true;
-        self.send(CoordinatorCommand::Welcome { config: self.arguments.config.clone() });
+        self.send(CoordinatorCommand::Welcome {
+            config: self.arguments.config.clone(),
+        });
         let event = Event::Attached {
             seat: self.arguments.seat,
             generation: self.arguments.generation,

@@ -53,18 +53,34 @@ impl Engine {
         let Some(common) = self.common_state() else { return };
         let epoch = self.epoch;
         let seats: Vec<Seat> = self.draft_seats().collect();
-        if seats.iter().all(|&seat| self.seats.get(seat).joined == Some(epoch)) {
+        if seats
+            .iter()
+            .all(|&seat| self.seats.get(seat).joined == Some(epoch))
+        {
             self.formed = true;
             self.step_phase = StepPhase::Idle;
-            self.notice(format!("epoch {epoch}: {} draft replicas at step {}", seats.len(), common.0));
+            self.notice(format!(
+                "epoch {epoch}: {} draft replicas at step {}",
+                seats.len(),
+                common.0
+            ));
             return;
         }
-        let members: Vec<_> = seats.iter().map(|&seat| self.seats.get(seat).member(seat)).collect();
+        let members: Vec<_> = seats
+            .iter()
+            .map(|&seat| self.seats.get(seat).member(seat))
+            .collect();
         for seat in seats {
             let state = self.seats.get_mut(seat);
             if state.invited != Some(epoch) {
                 state.invited = Some(epoch);
-                self.send(seat, CoordinatorCommand::FormGroup { epoch, members: members.clone() });
+                self.send(
+                    seat,
+                    CoordinatorCommand::FormGroup {
+                        epoch,
+                        members: members.clone(),
+                    },
+                );
             }
         }
     }
@@ -93,7 +109,9 @@ impl Engine {
 
     /// SAME is violated and nobody can tell who is right: all replicas go back to the latest checkpoint.
     pub(super) fn dissolve(&mut self, why: &str) {
-        self.warn(format!("{why}; all of them are started again from the latest checkpoint"));
+        self.warn(format!(
+            "{why}; all of them are started again from the latest checkpoint"
+        ));
         for seat in self.draft_seats() {
             let state = self.seats.get_mut(seat);
             state.state = None;
@@ -140,7 +158,14 @@ impl Engine {
             state.joined = None;
             let vocabulary = self.vocabulary.clone();
             let contract = self.settings.contract.clone();
-            self.send(seat, CoordinatorCommand::LoadDraft { vocabulary, contract, origin });
+            self.send(
+                seat,
+                CoordinatorCommand::LoadDraft {
+                    vocabulary,
+                    contract,
+                    origin,
+                },
+            );
         }
     }
 }

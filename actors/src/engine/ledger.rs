@@ -83,7 +83,11 @@ impl Ledger {
     /// If the unit is known already.
     pub fn take_in(&mut self, unit: Unit, state: UnitState) -> Result<(), LedgerError> {
         if let Some(&from) = self.states.get(&unit) {
-            return Err(LedgerError { unit, from: Some(from), to: state });
+            return Err(LedgerError {
+                unit,
+                from: Some(from),
+                to: state,
+            });
         }
         self.states.insert(unit, state);
         self.counts.intake += 1;
@@ -105,7 +109,9 @@ impl Ledger {
             (Some(from), to) => from == to && from != Trained,
             (None, _) => false,
         };
-        let Some(from) = from.filter(|_| allowed) else { return Err(LedgerError { unit, from, to }) };
+        let Some(from) = from.filter(|_| allowed) else {
+            return Err(LedgerError { unit, from, to });
+        };
         self.states.insert(unit, to);
         *self.counts.of(from) -= 1;
         *self.counts.of(to) += 1;
@@ -141,7 +147,10 @@ mod tests {
     use proptest::prelude::*;
 
     fn unit(sample: u64) -> Unit {
-        Unit { pass: 0, sample: SampleSeq(sample) }
+        Unit {
+            pass: 0,
+            sample: SampleSeq(sample),
+        }
     }
 
     #[test]
@@ -149,7 +158,12 @@ mod tests {
         let mut ledger = Ledger::default();
         ledger.take_in(unit(1), UnitState::Pending).expect("new");
         ledger.restore_trained(unit(1)).expect("pending");
-        for to in [UnitState::Pending, UnitState::Leased, UnitState::Extracted, UnitState::Trained] {
+        for to in [
+            UnitState::Pending,
+            UnitState::Leased,
+            UnitState::Extracted,
+            UnitState::Trained,
+        ] {
             assert!(ledger.advance(unit(1), to).is_err(), "{to:?}");
         }
         assert!(ledger.restore_trained(unit(1)).is_err());

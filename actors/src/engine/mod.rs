@@ -166,30 +166,57 @@ impl Engine {
             self.take(event);
             self.advance();
         }
-        debug_assert!(self.ledger.counts().adds_up(), "LEDGER: {:?}", self.ledger.counts());
+        debug_assert!(
+            self.ledger.counts().adds_up(),
+            "LEDGER: {:?}",
+            self.ledger.counts()
+        );
         std::mem::take(&mut self.commands)
     }
 
     fn take(&mut self, event: Event) {
         match event {
-            Event::SampleAccepted { source, location, tokens, trained_tokens } => {
+            Event::SampleAccepted {
+                source,
+                location,
+                tokens,
+                trained_tokens,
+            } => {
                 self.accept_sample(source, location, tokens, trained_tokens);
             }
             Event::SampleRefused { source, reason } => self.refuse_sample(source, reason),
-            Event::Prepared { vocabulary, coverage, held_out } => {
+            Event::Prepared {
+                vocabulary,
+                coverage,
+                held_out,
+            } => {
                 self.finish_preparing(vocabulary, coverage, held_out);
             }
-            Event::Attached { seat, generation, pid, bulk_name } => {
+            Event::Attached {
+                seat,
+                generation,
+                pid,
+                bulk_name,
+            } => {
                 self.seats.attached(seat, generation, pid, bulk_name, self.now_ms);
                 self.welcome(seat, generation);
             }
-            Event::Rank { seat, generation, event } => {
+            Event::Rank {
+                seat,
+                generation,
+                event,
+            } => {
                 // FENCE: only the present occupant of a seat is heard.
                 if self.seats.is_current(seat, generation) {
                     self.rank_said(seat, generation, event);
                 }
             }
-            Event::Lost { seat, generation, cause, log_tail } => {
+            Event::Lost {
+                seat,
+                generation,
+                cause,
+                log_tail,
+            } => {
                 self.rank_lost(seat, generation, &cause, &log_tail);
             }
             Event::Broken { report } => self.fail(report),
@@ -218,20 +245,41 @@ impl Engine {
             RankEvent::Attach(_) => {}
             RankEvent::Beat(beat) => {
                 self.seats.beat(seat, beat, self.now_ms);
-                self.send(seat, eaglet_runtime::control::CoordinatorCommand::BeatAck { sequence: beat.sequence });
+                self.send(
+                    seat,
+                    eaglet_runtime::control::CoordinatorCommand::BeatAck {
+                        sequence: beat.sequence,
+                    },
+                );
             }
             RankEvent::VerifierReady { contract } => self.verifier_ready(seat, &contract),
             RankEvent::DraftReady { step, state } => self.draft_ready(seat, step, state),
             RankEvent::GroupReady { epoch } => self.group_ready(seat, epoch),
-            RankEvent::Extracted { row, generation: destination, tokens } => {
+            RankEvent::Extracted {
+                row,
+                generation: destination,
+                tokens,
+            } => {
                 self.row_extracted(seat, generation, row, destination, tokens);
             }
-            RankEvent::BadSample { row, unit, reason } => self.bad_sample(seat, generation, row, unit, &reason),
+            RankEvent::BadSample { row, unit, reason } => {
+                self.bad_sample(seat, generation, row, unit, &reason)
+            }
             RankEvent::Received { row } => self.row_received(seat, generation, row),
-            RankEvent::LinkBroken { from, generation: sender, reason } => {
+            RankEvent::LinkBroken {
+                from,
+                generation: sender,
+                reason,
+            } => {
                 self.link_broken(seat, from, sender, &reason);
             }
-            RankEvent::Staged { epoch, step, gradient, state, metrics } => {
+            RankEvent::Staged {
+                epoch,
+                step,
+                gradient,
+                state,
+                metrics,
+            } => {
                 self.staged(seat, epoch, step, gradient, state, metrics);
             }
             RankEvent::Applied { step, state } => self.applied(seat, step, state),
@@ -251,12 +299,20 @@ impl Engine {
 
     fn send(&mut self, seat: Seat, command: eaglet_runtime::control::CoordinatorCommand) {
         let generation = self.seats.get(seat).generation;
-        self.commands.push(Command::Send { seat, generation, command });
+        self.commands.push(Command::Send {
+            seat,
+            generation,
+            command,
+        });
     }
 
     fn kill(&mut self, seat: Seat, reason: &str) {
         let generation = self.seats.get(seat).generation;
-        self.commands.push(Command::Kill { seat, generation, reason: reason.to_owned() });
+        self.commands.push(Command::Kill {
+            seat,
+            generation,
+            reason: reason.to_owned(),
+        });
     }
 
     fn append(&mut self, record: Record, sync: bool) {
@@ -264,11 +320,17 @@ impl Engine {
     }
 
     fn notice(&mut self, text: impl Into<String>) {
-        self.commands.push(Command::Notice(Notice { warning: false, text: text.into() }));
+        self.commands.push(Command::Notice(Notice {
+            warning: false,
+            text: text.into(),
+        }));
     }
 
     fn warn(&mut self, text: impl Into<String>) {
-        self.commands.push(Command::Notice(Notice { warning: true, text: text.into() }));
+        self.commands.push(Command::Notice(Notice {
+            warning: true,
+            text: text.into(),
+        }));
     }
 
     /// Gives the run up; the first cause stands.

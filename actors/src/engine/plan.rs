@@ -32,15 +32,38 @@ impl Engine {
     ) {
         let sample = self.next_sample;
         self.admit_sample(sample, location, tokens);
-        self.append(Record::Accepted { sample, source, location, tokens, trained_tokens }, false);
+        self.append(
+            Record::Accepted {
+                sample,
+                source,
+                location,
+                tokens,
+                trained_tokens,
+            },
+            false,
+        );
     }
 
     pub(super) fn refuse_sample(&mut self, source: SampleSource, reason: String) {
         let sample = self.next_sample;
         self.turn_away_sample(sample);
-        let name = source.id.as_ref().map(|id| format!(" ({id})")).unwrap_or_default();
-        self.warn(format!("quarantined {}:{}{name}: {reason}", source.file, source.line));
-        self.append(Record::Refused { sample, source, reason }, false);
+        let name = source
+            .id
+            .as_ref()
+            .map(|id| format!(" ({id})"))
+            .unwrap_or_default();
+        self.warn(format!(
+            "quarantined {}:{}{name}: {reason}",
+            source.file, source.line
+        ));
+        self.append(
+            Record::Refused {
+                sample,
+                source,
+                reason,
+            },
+            false,
+        );
     }
 
     pub(super) fn admit_sample(&mut self, sample: SampleSeq, location: Location, tokens: u32) {
@@ -68,7 +91,10 @@ impl Engine {
             return;
         }
         let possible = self.count_steps();
-        let total_steps = self.settings.step_limit.map_or(possible, |limit| limit.min(possible));
+        let total_steps = self
+            .settings
+            .step_limit
+            .map_or(possible, |limit| limit.min(possible));
         if total_steps == 0 {
             let counts = self.ledger.counts();
             self.fail(format!(
@@ -93,7 +119,14 @@ impl Engine {
             vocabulary.len(),
             100.0 * coverage,
         ));
-        self.append(Record::Prepared { vocabulary, held_out, total_steps }, true);
+        self.append(
+            Record::Prepared {
+                vocabulary,
+                held_out,
+                total_steps,
+            },
+            true,
+        );
     }
 
     fn count_steps(&self) -> u64 {
@@ -113,7 +146,9 @@ impl Engine {
     }
 
     fn plan_from(&self, units: &BTreeSet<Unit>) -> Option<Vec<Vec<Unit>>> {
-        let lengths = units.iter().filter_map(|&unit| Some((unit, self.samples.get(&unit.sample)?.tokens)));
+        let lengths = units
+            .iter()
+            .filter_map(|&unit| Some((unit, self.samples.get(&unit.sample)?.tokens)));
         let rows = plan_step(
             lengths,
             usize::from(self.settings.draft_seats),

@@ -9,13 +9,17 @@ use crate::journal::Record;
 #[derive(Debug, thiserror::Error)]
 pub enum ReplayError {
     /// The run directory belongs to another configuration.
-    #[error("{what}; start a new run directory, or set the configuration back to what this run was started with")]
+    #[error(
+        "{what}; start a new run directory, or set the configuration back to what this run was started with"
+    )]
     OtherRun {
         /// What differs.
         what: String,
     },
     /// A record cannot follow those before it.
-    #[error("record {index} of the journal cannot follow those before it: {what}; restore the journal from a copy")]
+    #[error(
+        "record {index} of the journal cannot follow those before it: {what}; restore the journal from a copy"
+    )]
     Contradiction {
         /// Which, from 0.
         index: usize,
@@ -27,11 +31,10 @@ pub enum ReplayError {
 impl Engine {
     pub(super) fn replay(&mut self, records: &[Record]) -> Result<(), ReplayError> {
         for (index, record) in records.iter().enumerate() {
-            self.restore(record)
-                .map_err(|error| match error {
-                    Refusal::OtherRun(what) => ReplayError::OtherRun { what },
-                    Refusal::Contradiction(what) => ReplayError::Contradiction { index, what },
-                })?;
+            self.restore(record).map_err(|error| match error {
+                Refusal::OtherRun(what) => ReplayError::OtherRun { what },
+                Refusal::Contradiction(what) => ReplayError::Contradiction { index, what },
+            })?;
         }
         // Quarantines were told when they happened.
         self.commands.clear();
@@ -43,7 +46,11 @@ impl Engine {
 
     fn restore(&mut self, record: &Record) -> Result<(), Refusal> {
         match record {
-            Record::Launched { launch, contract, recipe } => {
+            Record::Launched {
+                launch,
+                contract,
+                recipe,
+            } => {
                 if *recipe != self.settings.recipe {
                     return Err(Refusal::OtherRun(
                         "the run directory holds a run with another verifier, draft, training, samples or seed \
@@ -58,7 +65,12 @@ impl Engine {
                 }
                 self.launch = *launch;
             }
-            Record::Accepted { sample, location, tokens, .. } => {
+            Record::Accepted {
+                sample,
+                location,
+                tokens,
+                ..
+            } => {
                 if *sample != self.next_sample {
                     return Err(Refusal::Contradiction(format!(
                         "sample {sample} follows {} samples",
@@ -68,7 +80,11 @@ impl Engine {
                 self.admit_sample(*sample, *location, *tokens);
             }
             Record::Refused { sample, .. } => self.turn_away_sample(*sample),
-            Record::Prepared { vocabulary, held_out, total_steps } => {
+            Record::Prepared {
+                vocabulary,
+                held_out,
+                total_steps,
+            } => {
                 self.vocabulary.clone_from(vocabulary);
                 self.held_out.clone_from(held_out);
                 self.total_steps = *total_steps;
@@ -83,12 +99,19 @@ impl Engine {
                     )));
                 }
                 if *step != self.plans.next {
-                    return Err(Refusal::Contradiction(format!("step {step} is planned out of order")));
+                    return Err(Refusal::Contradiction(format!(
+                        "step {step} is planned out of order"
+                    )));
                 }
                 self.adopt_plan(*step, rows.clone());
             }
             Record::Quarantined { step, unit, .. } => self.quarantine(*step, *unit),
-            Record::Committed { step, gradient, state, .. } => {
+            Record::Committed {
+                step,
+                gradient,
+                state,
+                ..
+            } => {
                 if *step != self.committed {
                     return Err(Refusal::Contradiction(format!(
                         "step {step} is committed after step {}",
@@ -104,10 +127,20 @@ impl Engine {
                         .map_err(|error| Refusal::Contradiction(error.to_string()))?;
                 }
                 self.committed = step.next();
-                self.history.insert(*step, CommittedDigests { gradient: *gradient, state: *state });
+                self.history.insert(
+                    *step,
+                    CommittedDigests {
+                        gradient: *gradient,
+                        state: *state,
+                    },
+                );
             }
             Record::Checkpointed { step, state, folder } => {
-                self.checkpoints.push(KnownCheckpoint { step: *step, state: *state, folder: folder.clone() });
+                self.checkpoints.push(KnownCheckpoint {
+                    step: *step,
+                    state: *state,
+                    folder: folder.clone(),
+                });
             }
         }
         Ok(())
@@ -116,7 +149,7 @@ impl Engine {
     /// Begins a launch: what it hands out is fenced from every earlier one.
     pub fn launch(&mut self) -> Vec<Command> {
         self.launch += 1;
-        self.epoch = Epoch(u64::from(self.launch) << 32);
+        self.epoch = Epoch::first_of(self.launch);
         let record = Record::Launched {
             launch: self.launch,
             contract: self.settings.contract.clone(),

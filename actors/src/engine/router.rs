@@ -17,9 +17,17 @@ pub(super) enum RowState {
     /// Nowhere.
     Waiting,
     /// Being computed.
-    Leased { verifier: u16, generation: Generation, destination: Generation },
+    Leased {
+        verifier: u16,
+        generation: Generation,
+        destination: Generation,
+    },
     /// Sent to the draft seat.
-    Sent { verifier: u16, generation: Generation, destination: Generation },
+    Sent {
+        verifier: u16,
+        generation: Generation,
+        destination: Generation,
+    },
     /// At the draft seat.
     Held { destination: Generation },
 }
@@ -40,7 +48,8 @@ impl Engine {
             return;
         }
         let base = self.base_step();
-        self.rows.retain(|row, _| !matches!(row, RowId::Train { step, .. } if *step < base));
+        self.rows
+            .retain(|row, _| !matches!(row, RowId::Train { step, .. } if *step < base));
         let mut wanted = Vec::new();
         let last = (base.0 + self.settings.prefetch_steps).min(self.total_steps);
         let stopping = matches!(self.phase, Phase::Closing { .. });
@@ -68,7 +77,9 @@ impl Engine {
                 continue;
             }
             let destination = draft.member(to);
-            let Some(verifier) = self.free_verifier() else { return };
+            let Some(verifier) = self.free_verifier() else {
+                return;
+            };
             self.lease(row, verifier, destination);
         }
     }
@@ -80,6 +91,7 @@ impl Engine {
                 seat.role == Role::Verifier
                     && state.status == Status::Ready
                     && state.leases.len() < LEASES_PER_VERIFIER
+                    && self.now_ms < state.last_heard_ms + self.settings.suspect_after_ms
             })
             .min_by_key(|(seat, state)| (state.leases.len(), *seat))
             .map(|(seat, _)| seat)
@@ -88,7 +100,14 @@ impl Engine {
     fn lease(&mut self, row: RowId, verifier: Seat, destination: eaglet_runtime::control::Member) {
         let generation = self.seats.get(verifier).generation;
         let to = destination.generation;
-        self.rows.insert(row, RowState::Leased { verifier: verifier.index, generation, destination: to });
+        self.rows.insert(
+            row,
+            RowState::Leased {
+                verifier: verifier.index,
+                generation,
+                destination: to,
+            },
+        );
         self.seats.get_mut(verifier).leases.insert(row);
         match row {
             RowId::Train { step, seat } => {
@@ -98,7 +117,13 @@ impl Engine {
                     .iter()
                     .filter_map(|&unit| Some((unit, self.samples.get(&unit.sample)?.location)))
                     .collect();
-                self.commands.push(Command::Lease { seat: verifier, generation, row, documents, destination });
+                self.commands.push(Command::Lease {
+                    seat: verifier,
+                    generation,
+                    row,
+                    documents,
+                    destination,
+                });
             }
             RowId::HeldOut { seat } => {
                 let request = HeldOutRequest {
@@ -119,7 +144,9 @@ impl Engine {
         }
         for unit in self.row_units(step, seat).to_vec() {
             if let Err(error) = self.ledger.advance(unit, to) {
-                self.fail(format!("the ledger does not add up: {error}; this is a defect of eaglet"));
+                self.fail(format!(
+                    "the ledger does not add up: {error}; this is a defect of eaglet"
+                ));
             }
         }
     }
@@ -135,9 +162,18 @@ impl Engine {
         self.seats.get_mut(verifier).leases.remove(&row);
         self.extracted_tokens += tokens;
         if let Some(state @ RowState::Leased { .. }) = self.rows.get_mut(&row)
-            && *state == (RowState::Leased { verifier: verifier.index, generation, destination })
+            && *state
+                == (RowState::Leased {
+                    verifier: verifier.index,
+                    generation,
+                    destination,
+                })
         {
-            *state = RowState::Sent { verifier: verifier.index, generation, destination };
+            *state = RowState::Sent {
+                verifier: verifier.index,
+                generation,
+                destination,
+            };
         }
     }
 
@@ -146,7 +182,12 @@ impl Engine {
         if row.seat() != draft.index || matches!(state, RowState::Held { .. }) {
             return;
         }
-        self.rows.insert(row, RowState::Held { destination: generation });
+        self.rows.insert(
+            row,
+            RowState::Held {
+                destination: generation,
+            },
+        );
         if let RowId::Train { step, seat } = row {
             if state == RowState::Waiting {
                 // Its lease was given up after the verifier died, and the hidden states arrived all the same.
@@ -173,18 +214,33 @@ impl Engine {
             return;
         }
         let Some(unit) = unit.filter(|unit| self.row_units(step, seat).contains(unit)) else {
-            self.fail(format!("{verifier} refused the {row} without naming one of its samples: {reason}"));
+            self.fail(format!(
+                "{verifier} refused the {row} without naming one of its samples: {reason}"
+            ));
             return;
         };
         if step < self.committed {
-            self.fail(format!("sample {} was trained before and is refused now: {reason}", unit.sample));
+            self.fail(format!(
+                "sample {} was trained before and is refused now: {reason}",
+                unit.sample
+            ));
             return;
         }
         self.move_units(step, seat, UnitState::Pending);
         self.rows.insert(row, RowState::Waiting);
         self.quarantine(step, unit);
-        self.warn(format!("quarantined sample {} in pass {}: {reason}", unit.sample, unit.pass));
-        self.append(Record::Quarantined { step, unit, reason: reason.to_owned() }, false);
+        self.warn(format!(
+            "quarantined sample {} in pass {}: {reason}",
+            unit.sample, unit.pass
+        ));
+        self.append(
+            Record::Quarantined {
+                step,
+                unit,
+                reason: reason.to_owned(),
+            },
+            false,
+        );
     }
 
     /// Takes a unit out of its row for good.
@@ -193,7 +249,9 @@ impl Engine {
             row.retain(|other| *other != unit);
         }
         if let Err(error) = self.ledger.advance(unit, UnitState::Quarantined) {
-            self.fail(format!("the ledger does not add up: {error}; this is a defect of eaglet"));
+            self.fail(format!(
+                "the ledger does not add up: {error}; this is a defect of eaglet"
+            ));
         }
     }
 
@@ -202,11 +260,15 @@ impl Engine {
             return; // its process is gone, and its rows were given back then
         }
         if from.role == Role::Draft {
-            self.warn(format!("the link from {from} to {draft} broke: {reason}; the epoch is formed again"));
+            self.warn(format!(
+                "the link from {from} to {draft} broke: {reason}; the epoch is formed again"
+            ));
             self.restart_epoch();
             return;
         }
-        self.warn(format!("the link from {from} to {draft} broke: {reason}; its rows are extracted again"));
+        self.warn(format!(
+            "the link from {from} to {draft} broke: {reason}; its rows are extracted again"
+        ));
         self.give_back(|row, state| {
             row.seat() == draft.index
                 && matches!(state, RowState::Sent { verifier, generation, .. }
@@ -222,13 +284,19 @@ impl Engine {
                     | RowState::Sent { verifier, generation: g, .. }
                     if verifier == seat.index && g == generation)
             }),
-            Role::Draft => self.give_back(|row, state| row.seat() == seat.index && state != RowState::Waiting),
+            Role::Draft => {
+                self.give_back(|row, state| row.seat() == seat.index && state != RowState::Waiting)
+            }
         }
     }
 
     fn give_back(&mut self, mut which: impl FnMut(RowId, RowState) -> bool) {
-        let rows: Vec<RowId> =
-            self.rows.iter().filter(|&(&row, &state)| which(row, state)).map(|(&row, _)| row).collect();
+        let rows: Vec<RowId> = self
+            .rows
+            .iter()
+            .filter(|&(&row, &state)| which(row, state))
+            .map(|(&row, _)| row)
+            .collect();
         for row in rows {
             self.rows.insert(row, RowState::Waiting);
             if let RowId::Train { step, seat } = row {
@@ -242,9 +310,9 @@ impl Engine {
         matches!(self.rows.get(&row), Some(RowState::Held { .. }))
     }
 
-    /// Held-out prompts of a draft seat: dealt round, as many as fit four rows together with their answers.
+    /// Held-out prompts of a draft seat: dealt round, as many as fit its rows together with their answers.
     pub(super) fn held_out_prompts(&self, seat: u16) -> Vec<Vec<u32>> {
-        let mut room = 4 * self.settings.tokens_per_row as usize;
+        let mut room = self.settings.held_out_rows * self.settings.tokens_per_row as usize;
         self.held_out
             .iter()
             .skip(usize::from(seat))

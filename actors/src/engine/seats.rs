@@ -56,7 +56,11 @@ pub(super) struct SeatState {
 
 impl SeatState {
     pub(super) fn member(&self, seat: Seat) -> Member {
-        Member { seat: seat.index, generation: self.generation, bulk_name: self.bulk_name.clone() }
+        Member {
+            seat: seat.index,
+            generation: self.generation,
+            bulk_name: self.bulk_name.clone(),
+        }
     }
 
     fn vacate(&mut self, spawn_at_ms: u64, now_ms: u64) {
@@ -104,7 +108,10 @@ impl Seats {
         let drafts = (0..settings.draft_seats).map(Seat::draft);
         let verifiers = (0..settings.verifier_seats).map(Seat::verifier);
         Self {
-            seats: drafts.chain(verifiers).map(|seat| (seat, vacant.clone())).collect(),
+            seats: drafts
+                .chain(verifiers)
+                .map(|seat| (seat, vacant.clone()))
+                .collect(),
             last_tick_ms: now_ms,
         }
     }
@@ -115,7 +122,9 @@ impl Seats {
     }
 
     pub(super) fn get_mut(&mut self, seat: Seat) -> &mut SeatState {
-        self.seats.get_mut(&seat).expect("every seat of the settings is in the map")
+        self.seats
+            .get_mut(&seat)
+            .expect("every seat of the settings is in the map")
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (Seat, &SeatState)> {
@@ -128,7 +137,14 @@ impl Seats {
         })
     }
 
-    pub(super) fn attached(&mut self, seat: Seat, generation: Generation, pid: u32, name: String, now_ms: u64) {
+    pub(super) fn attached(
+        &mut self,
+        seat: Seat,
+        generation: Generation,
+        pid: u32,
+        name: String,
+        now_ms: u64,
+    ) {
         if self.is_current(seat, generation) {
             let state = self.get_mut(seat);
             if state.status == Status::Starting {
@@ -222,7 +238,11 @@ impl Engine {
         let policy = self.settings.restarts;
         let now_ms = self.now_ms;
         let state = self.seats.get_mut(seat);
-        while state.restarts.front().is_some_and(|&at| at + policy.window_ms < now_ms) {
+        while state
+            .restarts
+            .front()
+            .is_some_and(|&at| at + policy.window_ms < now_ms)
+        {
             state.restarts.pop_front();
         }
         let recent = state.restarts.len() as u32;
@@ -231,19 +251,26 @@ impl Engine {
                 "{seat} was lost {} times in {} s and is not started again; last cause: {cause}{}",
                 recent + 1,
                 policy.window_ms / 1000,
-                if log_tail.is_empty() { String::new() } else { format!("\nits last words:\n{log_tail}") },
+                if log_tail.is_empty() {
+                    String::new()
+                } else {
+                    format!("\nits last words:\n{log_tail}")
+                },
             ));
             return;
         }
-        let backoff_ms = match recent {
-            0 => 0,
-            n => policy.backoff_initial_ms.saturating_mul(1 << (n - 1).min(32)).min(policy.backoff_max_ms),
-        };
+        let backoff_ms = policy.backoff_ms(recent);
         state.restarts.push_back(now_ms);
         state.restarts_total += 1;
         state.vacate(now_ms + backoff_ms, now_ms);
-        let wait = if backoff_ms > 0 { format!(" in {backoff_ms} ms") } else { String::new() };
-        self.warn(format!("lost {seat} (generation {generation}): {cause}; starting it again{wait}"));
+        let wait = if backoff_ms > 0 {
+            format!(" in {backoff_ms} ms")
+        } else {
+            String::new()
+        };
+        self.warn(format!(
+            "lost {seat} (generation {generation}): {cause}; starting it again{wait}"
+        ));
         if seat.role == Role::Draft {
             self.break_group(seat, generation);
         }
@@ -280,7 +307,10 @@ impl Engine {
             }
         }
         for seat in self.late_in_step() {
-            late.push((seat, format!("it is late in a step by {} ms", self.settings.step_timeout_ms)));
+            late.push((
+                seat,
+                format!("it is late in a step by {} ms", self.settings.step_timeout_ms),
+            ));
         }
         for (seat, reason) in late {
             // Killed once; a second kill of the same process does no harm.
@@ -309,8 +339,12 @@ impl Engine {
         if self.phase != Phase::Leaving {
             return;
         }
-        let stayed: Vec<Seat> =
-            self.seats.iter().filter(|(_, s)| s.status != Status::Left).map(|(seat, _)| seat).collect();
+        let stayed: Vec<Seat> = self
+            .seats
+            .iter()
+            .filter(|(_, s)| s.status != Status::Left)
+            .map(|(seat, _)| seat)
+            .collect();
         if !stayed.is_empty() {
             if self.now_ms < self.leaving_since_ms + self.settings.leave_timeout_ms {
                 return;

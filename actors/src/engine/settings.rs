@@ -16,6 +16,20 @@ pub struct RestartPolicy {
     pub backoff_max_ms: u64,
 }
 
+impl RestartPolicy {
+    /// Wait before a seat is filled again that was filled again `recent` times within the window. The first time there
+    /// is none: most losses are single ones.
+    pub fn backoff_ms(&self, recent: u32) -> u64 {
+        let Some(doublings) = recent.checked_sub(1) else {
+            return 0;
+        };
+        let factor = 1_u64.checked_shl(doublings).unwrap_or(u64::MAX);
+        self.backoff_initial_ms
+            .saturating_mul(factor)
+            .min(self.backoff_max_ms)
+    }
+}
+
 /// How the learning rate falls after the warm-up.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Fall {
@@ -52,7 +66,9 @@ impl LearningRate {
             decay: match self.fall {
                 Fall::Linear => Decay::Linear,
                 Fall::Cosine => Decay::Cosine,
-                Fall::Constant { decay_ratio } => Decay::Constant { decay_steps: part(decay_ratio) },
+                Fall::Constant { decay_ratio } => Decay::Constant {
+                    decay_steps: part(decay_ratio),
+                },
             },
         }
     }
@@ -79,12 +95,16 @@ pub struct Settings {
     pub prefetch_steps: u64,
     /// Measure acceptance every so many steps; 0 is only at the end.
     pub evaluate_every_steps: u64,
+    /// Rows that each draft seat evaluates at most.
+    pub held_out_rows: usize,
     /// Longest held-out answer.
     pub max_new_tokens: usize,
     /// Write a checkpoint every so many steps; 0 is only at the end.
     pub checkpoint_every_steps: u64,
     /// Learning rate of each step.
     pub learning_rate: LearningRate,
+    /// A verifier that is silent for longer gets no new rows.
+    pub suspect_after_ms: u64,
     /// A rank that is silent for longer is dead.
     pub dead_after_ms: u64,
     /// A rank must attach within this.

@@ -31,11 +31,20 @@ pub(super) enum StepPhase {
     /// Nothing, or the group is broken.
     Idle,
     /// Gradients are computed and reduced.
-    Running { step: Step, since_ms: u64, staged: BTreeMap<u16, Staged> },
+    Running {
+        step: Step,
+        since_ms: u64,
+        staged: BTreeMap<u16, Staged>,
+    },
     /// A committed step is being applied.
     Applying { since_ms: u64 },
     /// Acceptance is being measured.
-    Evaluating { step: Step, since_ms: u64, waiting: BTreeSet<u16>, total: Acceptance },
+    Evaluating {
+        step: Step,
+        since_ms: u64,
+        waiting: BTreeSet<u16>,
+        total: Acceptance,
+    },
     /// A checkpoint is being written.
     Saving { since_ms: u64 },
 }
@@ -52,7 +61,9 @@ impl Engine {
         if !self.formed || !matches!(self.step_phase, StepPhase::Idle) {
             return;
         }
-        let Some((at, _)) = self.common_state() else { return };
+        let Some((at, _)) = self.common_state() else {
+            return;
+        };
         match self.phase {
             Phase::Training if at.0 >= self.total_steps && at >= self.committed => {
                 self.phase = Phase::Closing { drained: false };
@@ -118,16 +129,24 @@ impl Engine {
     }
 
     fn save(&mut self) {
-        self.step_phase = StepPhase::Saving { since_ms: self.now_ms };
+        self.step_phase = StepPhase::Saving {
+            since_ms: self.now_ms,
+        };
         self.send(Seat::draft(0), CoordinatorCommand::Checkpoint);
     }
 
     pub(super) fn checkpointed(&mut self, step: Step, folder: PathBuf) {
-        let Some((at, state)) = self.seats.get(Seat::draft(0)).state else { return };
+        let Some((at, state)) = self.seats.get(Seat::draft(0)).state else {
+            return;
+        };
         if at != step || self.latest_checkpoint().is_some_and(|known| known.step >= step) {
             return;
         }
-        self.checkpoints.push(KnownCheckpoint { step, state, folder: folder.clone() });
+        self.checkpoints.push(KnownCheckpoint {
+            step,
+            state,
+            folder: folder.clone(),
+        });
         // Steps before the last checkpoint but one are never done again.
         if let [.., keep, _] = self.checkpoints.as_slice() {
             let keep = keep.step;
@@ -155,7 +174,12 @@ impl Engine {
     }
 
     pub(super) fn seat_evaluated(&mut self, seat: Seat, at: Step, acceptance: &Acceptance) {
-        let StepPhase::Evaluating { step, waiting, total, .. } = &mut self.step_phase else { return };
+        let StepPhase::Evaluating {
+            step, waiting, total, ..
+        } = &mut self.step_phase
+        else {
+            return;
+        };
         if *step != at || !waiting.remove(&seat.index) {
             return;
         }
@@ -164,7 +188,10 @@ impl Engine {
             let total = std::mem::take(total);
             self.step_phase = StepPhase::Idle;
             self.evaluated = Some((at, total.clone()));
-            self.commands.push(Command::Evaluated { step: at.0, acceptance: total });
+            self.commands.push(Command::Evaluated {
+                step: at.0,
+                acceptance: total,
+            });
         }
     }
 
@@ -178,7 +205,10 @@ impl Engine {
             if self.row_units(step, seat.index).is_empty() {
                 continue;
             }
-            if !self.row_is_held(RowId::Train { step, seat: seat.index }) {
+            if !self.row_is_held(RowId::Train {
+                step,
+                seat: seat.index,
+            }) {
                 return;
             }
             with_row.insert(seat.index);
@@ -193,7 +223,11 @@ impl Engine {
             };
             self.send(seat, command);
         }
-        self.step_phase = StepPhase::Running { step, since_ms: self.now_ms, staged: BTreeMap::new() };
+        self.step_phase = StepPhase::Running {
+            step,
+            since_ms: self.now_ms,
+            staged: BTreeMap::new(),
+        };
     }
 
     pub(super) fn staged(
@@ -217,11 +251,20 @@ impl Engine {
             ));
             return;
         }
-        let StepPhase::Running { step, staged, .. } = &mut self.step_phase else { return };
+        let StepPhase::Running { step, staged, .. } = &mut self.step_phase else {
+            return;
+        };
         if *step != at {
             return;
         }
-        staged.insert(seat.index, Staged { gradient, state, metrics });
+        staged.insert(
+            seat.index,
+            Staged {
+                gradient,
+                state,
+                metrics,
+            },
+        );
         if staged.len() == usize::from(self.settings.draft_seats) {
             let staged = std::mem::take(staged);
             self.decide(at, &staged);
@@ -231,9 +274,13 @@ impl Engine {
     /// All votes are in: commit, or do the step again.
     fn decide(&mut self, step: Step, staged: &BTreeMap<u16, Staged>) {
         // There is at least one draft seat, so there is a first vote.
-        let Some(first) = staged.values().next() else { return };
+        let Some(first) = staged.values().next() else {
+            return;
+        };
         if staged.values().any(|vote| vote.state != first.state) {
-            self.dissolve(&format!("draft replicas started step {step} from different weights"));
+            self.dissolve(&format!(
+                "draft replicas started step {step} from different weights"
+            ));
             return;
         }
         if staged.values().any(|vote| vote.gradient != first.gradient) {
@@ -245,12 +292,17 @@ impl Engine {
                 ));
                 return;
             }
-            self.warn(format!("draft replicas disagree on the gradient of step {step}; it is done again"));
+            self.warn(format!(
+                "draft replicas disagree on the gradient of step {step}; it is done again"
+            ));
             self.restart_epoch();
             return;
         }
         self.gradient_disputes = 0;
-        let digests = CommittedDigests { gradient: first.gradient, state: first.state };
+        let digests = CommittedDigests {
+            gradient: first.gradient,
+            state: first.state,
+        };
         let replay = step < self.committed;
         let report = self.report(step, staged, replay);
         if replay {
@@ -265,7 +317,9 @@ impl Engine {
             for units in self.plans.steps.get(&step).cloned().unwrap_or_default() {
                 for unit in units {
                     if let Err(error) = self.ledger.advance(unit, UnitState::Trained) {
-                        self.fail(format!("the ledger does not add up: {error}; this is a defect of eaglet"));
+                        self.fail(format!(
+                            "the ledger does not add up: {error}; this is a defect of eaglet"
+                        ));
                         return;
                     }
                 }
@@ -281,12 +335,18 @@ impl Engine {
             self.append(record, true);
         }
         self.history.insert(step, digests);
-        let command = CoordinatorCommand::Commit { epoch: self.epoch, step, learning_rate: report.learning_rate };
+        let command = CoordinatorCommand::Commit {
+            epoch: self.epoch,
+            step,
+            learning_rate: report.learning_rate,
+        };
         for seat in self.draft_seats() {
             self.seats.get_mut(seat).applying = true;
             self.send(seat, command.clone());
         }
-        self.step_phase = StepPhase::Applying { since_ms: self.now_ms };
+        self.step_phase = StepPhase::Applying {
+            since_ms: self.now_ms,
+        };
         self.commands.push(Command::Committed(report));
     }
 
@@ -302,15 +362,30 @@ impl Engine {
     }
 
     fn report(&self, step: Step, staged: &BTreeMap<u16, Staged>, replay: bool) -> StepReport {
-        let learning_rate = self.settings.learning_rate.schedule(self.total_steps).learning_rate(step.0);
-        let mut report = StepReport { step: step.0 + 1, learning_rate, replay, ..StepReport::default() };
-        let rows: Vec<&SeatMetrics> = staged.values().map(|s| &s.metrics).filter(|m| m.tokens > 0).collect();
+        let learning_rate = self
+            .settings
+            .learning_rate
+            .schedule(self.total_steps)
+            .learning_rate(step.0);
+        let mut report = StepReport {
+            step: step.0 + 1,
+            learning_rate,
+            replay,
+            ..StepReport::default()
+        };
+        let rows: Vec<&SeatMetrics> = staged
+            .values()
+            .map(|s| &s.metrics)
+            .filter(|m| m.tokens > 0)
+            .collect();
         let share = 1.0 / rows.len().max(1) as f64;
         for metrics in rows {
             report.loss += metrics.loss * share;
             report.tokens += metrics.tokens;
             report.trained_tokens += metrics.trained_tokens;
-            report.ttt.resize(report.ttt.len().max(metrics.ttt.len()), Default::default());
+            report
+                .ttt
+                .resize(report.ttt.len().max(metrics.ttt.len()), Default::default());
             for (sum, seat) in report.ttt.iter_mut().zip(&metrics.ttt) {
                 sum.loss += seat.loss * share;
                 sum.full_correct += seat.full_correct;
@@ -336,15 +411,17 @@ impl Engine {
     pub(super) fn late_in_step(&self) -> Vec<Seat> {
         let late = |since_ms: u64| self.now_ms > since_ms + self.settings.step_timeout_ms;
         match &self.step_phase {
-            StepPhase::Running { since_ms, staged, .. } if late(*since_ms) => {
-                self.draft_seats().filter(|seat| !staged.contains_key(&seat.index)).collect()
-            }
-            StepPhase::Applying { since_ms } if late(*since_ms) => {
-                self.draft_seats().filter(|&seat| self.seats.get(seat).applying).collect()
-            }
-            StepPhase::Evaluating { since_ms, waiting, .. } if late(*since_ms) => {
-                waiting.iter().map(|&seat| Seat::draft(seat)).collect()
-            }
+            StepPhase::Running { since_ms, staged, .. } if late(*since_ms) => self
+                .draft_seats()
+                .filter(|seat| !staged.contains_key(&seat.index))
+                .collect(),
+            StepPhase::Applying { since_ms } if late(*since_ms) => self
+                .draft_seats()
+                .filter(|&seat| self.seats.get(seat).applying)
+                .collect(),
+            StepPhase::Evaluating {
+                since_ms, waiting, ..
+            } if late(*since_ms) => waiting.iter().map(|&seat| Seat::draft(seat)).collect(),
             StepPhase::Saving { since_ms } if late(*since_ms) => vec![Seat::draft(0)],
             _ => Vec::new(),
         }

@@ -8,9 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
 
 use eaglet_runtime::contract::{Contract, HiddenDtype};
-use eaglet_runtime::control::{
-    Acceptance, CoordinatorCommand, DraftOrigin, Member, RankEvent, SeatMetrics,
-};
+use eaglet_runtime::control::{Acceptance, CoordinatorCommand, DraftOrigin, Member, RankEvent, SeatMetrics};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Step, Unit};
 use eaglet_runtime::samples::Location;
@@ -34,8 +32,14 @@ fn settings() -> Settings {
         prefetch_steps: 3,
         evaluate_every_steps: 5,
         max_new_tokens: 8,
+        held_out_rows: 4,
         checkpoint_every_steps: 4,
-        learning_rate: LearningRate { peak: 1e-3, warmup_ratio: 0.1, fall: Fall::Linear },
+        learning_rate: LearningRate {
+            peak: 1e-3,
+            warmup_ratio: 0.1,
+            fall: Fall::Linear,
+        },
+        suspect_after_ms: 1_000,
         dead_after_ms: 2_000,
         attach_timeout_ms: 30_000,
         load_timeout_ms: 60_000,
@@ -101,7 +105,12 @@ struct FakeRank {
 
 enum Bulk {
     Row(RowId, Vec<Unit>),
-    State { from: u16, generation: Generation, step: Step, digest: Digest },
+    State {
+        from: u16,
+        generation: Generation,
+        step: Step,
+        digest: Digest,
+    },
 }
 
 /// Contributions to the sums, as (epoch, step) → seat → units.
@@ -159,7 +168,11 @@ impl World {
 
     fn feed(&mut self, event: Event) {
         let commands = self.engine.handle(self.now_ms, event);
-        assert!(self.engine.view(self.now_ms).ledger.adds_up(), "LEDGER, seed {}", self.seed);
+        assert!(
+            self.engine.view(self.now_ms).ledger.adds_up(),
+            "LEDGER, seed {}",
+            self.seed
+        );
         self.carry_out(commands);
     }
 
@@ -183,18 +196,32 @@ impl World {
                     self.ranks.insert((seat, generation), FakeRank::default());
                 }
                 Command::Kill { seat, generation, .. } => self.kill((seat, generation)),
-                Command::Send { seat, generation, command } => {
+                Command::Send {
+                    seat,
+                    generation,
+                    command,
+                } => {
                     if let CoordinatorCommand::Commit { step, .. } = &command {
                         let known = self.journal[..self.synced]
                             .iter()
                             .any(|r| matches!(r, Record::Committed { step: s, .. } if s == step));
-                        assert!(known, "step {step} is committed before its record is on disk, seed {}", self.seed);
+                        assert!(
+                            known,
+                            "step {step} is committed before its record is on disk, seed {}",
+                            self.seed
+                        );
                     }
                     if let Some(rank) = self.ranks.get_mut(&(seat, generation)) {
                         rank.inbox.push_back(command);
                     }
                 }
-                Command::Lease { seat, generation, row, documents, destination } => {
+                Command::Lease {
+                    seat,
+                    generation,
+                    row,
+                    documents,
+                    destination,
+                } => {
                     let units = documents.into_iter().map(|(unit, _)| unit).collect();
                     let extraction = eaglet_runtime::control::Extraction {
                         row,
@@ -217,7 +244,10 @@ impl World {
         let mut rows: Option<Vec<Vec<Unit>>> = None;
         for record in &self.journal {
             match record {
-                Record::Planned { step: s, rows: planned } if *s == step => rows = Some(planned.clone()),
+                Record::Planned {
+                    step: s,
+                    rows: planned,
+                } if *s == step => rows = Some(planned.clone()),
                 Record::Quarantined { step: s, unit, .. } if *s == step => {
                     for row in rows.iter_mut().flatten() {
                         row.retain(|other| other != unit);
@@ -226,7 +256,11 @@ impl World {
                 _ => {}
             }
         }
-        for unit in rows.expect("ORDER: a committed step was planned").into_iter().flatten() {
+        for unit in rows
+            .expect("ORDER: a committed step was planned")
+            .into_iter()
+            .flatten()
+        {
             let before = self.trained.insert(unit, step);
             assert_eq!(before, None, "ONCE: {unit:?} twice, seed {}", self.seed);
         }
@@ -253,7 +287,8 @@ impl World {
         self.engine = Engine::new(settings(), &self.journal, 0)
             .unwrap_or_else(|error| panic!("seed {}: {error}", self.seed));
         let disk = &self.disk;
-        self.engine.keep_checkpoints(|known| disk.contains_key(&known.folder));
+        self.engine
+            .keep_checkpoints(|known| disk.contains_key(&known.folder));
         self.launch();
         if !self.engine.is_prepared() {
             self.take_in();
@@ -263,9 +298,16 @@ impl World {
     fn take_in(&mut self) {
         for line in self.engine.samples_taken_in()..SAMPLES {
             let crashes = self.crashes;
-            let source = SampleSource { file: "chats.jsonl".to_owned(), line, id: None };
+            let source = SampleSource {
+                file: "chats.jsonl".to_owned(),
+                line,
+                id: None,
+            };
             let event = if line % 13 == 7 {
-                Event::SampleRefused { source, reason: "no answer".to_owned() }
+                Event::SampleRefused {
+                    source,
+                    reason: "no answer".to_owned(),
+                }
             } else {
                 let tokens = 10 + (line * 37 % 60) as u32;
                 Event::SampleAccepted {
@@ -281,11 +323,19 @@ impl World {
             }
         }
         let held_out = (0..7).map(|n| vec![n; 5]).collect();
-        self.feed(Event::Prepared { vocabulary: vec![1, 2, 3], coverage: 0.9, held_out });
+        self.feed(Event::Prepared {
+            vocabulary: vec![1, 2, 3],
+            coverage: 0.9,
+            held_out,
+        });
     }
 
     fn member(seat: Seat, generation: Generation) -> Member {
-        Member { seat: seat.index, generation, bulk_name: format!("{seat}-{generation}") }
+        Member {
+            seat: seat.index,
+            generation,
+            bulk_name: format!("{seat}-{generation}"),
+        }
     }
 
     /// One thing happens somewhere.
@@ -295,7 +345,12 @@ impl World {
             self.feed(Event::Tick);
         }
         if let Some((seat, generation)) = self.lost.pop_front() {
-            self.feed(Event::Lost { seat, generation, cause: "killed".to_owned(), log_tail: String::new() });
+            self.feed(Event::Lost {
+                seat,
+                generation,
+                cause: "killed".to_owned(),
+                log_tail: String::new(),
+            });
         }
         let keys: Vec<_> = self.ranks.keys().copied().collect();
         if keys.is_empty() {
@@ -317,11 +372,18 @@ impl World {
     }
 
     fn say(&mut self, (seat, generation): (Seat, Generation)) {
-        let Some(rank) = self.ranks.get_mut(&(seat, generation)) else { return };
+        let Some(rank) = self.ranks.get_mut(&(seat, generation)) else {
+            return;
+        };
         if !rank.attached {
             rank.attached = true;
             let bulk_name = Self::member(seat, generation).bulk_name;
-            self.feed(Event::Attached { seat, generation, pid: 1, bulk_name });
+            self.feed(Event::Attached {
+                seat,
+                generation,
+                pid: 1,
+                bulk_name,
+            });
             return;
         }
         let beat = eaglet_runtime::control::Beat {
@@ -334,16 +396,26 @@ impl World {
         let bye = event == RankEvent::Bye;
         let twice = self.dice.one_in(20) && self.kill_one_in > 0;
         if twice {
-            self.feed(Event::Rank { seat, generation, event: event.clone() });
+            self.feed(Event::Rank {
+                seat,
+                generation,
+                event: event.clone(),
+            });
         }
-        self.feed(Event::Rank { seat, generation, event });
+        self.feed(Event::Rank {
+            seat,
+            generation,
+            event,
+        });
         if bye {
             self.kill((seat, generation));
         }
     }
 
     fn deliver_bulk(&mut self, key: (Seat, Generation)) {
-        let Some(rank) = self.ranks.get_mut(&key) else { return };
+        let Some(rank) = self.ranks.get_mut(&key) else {
+            return;
+        };
         match rank.bulk.pop_front() {
             Some(Bulk::Row(row, units)) => {
                 let reached = rank.state.map(|(step, _)| step);
@@ -353,7 +425,12 @@ impl World {
                     rank.outbox.push_back(RankEvent::Received { row });
                 }
             }
-            Some(Bulk::State { from, generation, step, digest }) => {
+            Some(Bulk::State {
+                from,
+                generation,
+                step,
+                digest,
+            }) => {
                 rank.early_states.push((from, generation, step, digest));
                 rank.take_state();
             }
@@ -363,25 +440,38 @@ impl World {
 
     fn deliver_command(&mut self, (seat, generation): (Seat, Generation)) {
         let disk = self.disk.clone();
-        let Some(rank) = self.ranks.get_mut(&(seat, generation)) else { return };
+        let Some(rank) = self.ranks.get_mut(&(seat, generation)) else {
+            return;
+        };
         if !rank.attached || rank.stopped {
             return;
         }
-        let Some(command) = rank.inbox.pop_front() else { return };
+        let Some(command) = rank.inbox.pop_front() else {
+            return;
+        };
         match command {
             CoordinatorCommand::LoadVerifier => {
-                rank.outbox.push_back(RankEvent::VerifierReady { contract: contract() });
+                rank.outbox
+                    .push_back(RankEvent::VerifierReady { contract: contract() });
             }
             CoordinatorCommand::Extract(extraction) => {
                 let (row, to) = (extraction.row, extraction.destination);
-                rank.outbox.push_back(RankEvent::Extracted { row, generation: to.generation, tokens: 1 });
+                rank.outbox.push_back(RankEvent::Extracted {
+                    row,
+                    generation: to.generation,
+                    tokens: 1,
+                });
                 if let Some(draft) = self.ranks.get_mut(&(Seat::draft(to.seat), to.generation)) {
                     draft.bulk.push_back(Bulk::Row(row, extraction.units));
                 }
             }
             CoordinatorCommand::ExtractHeldOut(request) => {
                 let (row, to) = (request.row, request.destination);
-                rank.outbox.push_back(RankEvent::Extracted { row, generation: to.generation, tokens: 1 });
+                rank.outbox.push_back(RankEvent::Extracted {
+                    row,
+                    generation: to.generation,
+                    tokens: 1,
+                });
                 if let Some(draft) = self.ranks.get_mut(&(Seat::draft(to.seat), to.generation)) {
                     draft.bulk.push_back(Bulk::Row(row, Vec::new()));
                 }
@@ -399,7 +489,12 @@ impl World {
             }
             CoordinatorCommand::SendState { to } => {
                 let (step, digest) = rank.state.expect("a donor holds a state");
-                let state = Bulk::State { from: seat.index, generation, step, digest };
+                let state = Bulk::State {
+                    from: seat.index,
+                    generation,
+                    step,
+                    digest,
+                };
                 if let Some(draft) = self.ranks.get_mut(&(Seat::draft(to.seat), to.generation)) {
                     draft.bulk.push_back(state);
                 }
@@ -410,16 +505,27 @@ impl World {
                 rank.abandon(epoch);
                 rank.outbox.push_back(RankEvent::GroupReady { epoch });
             }
-            CoordinatorCommand::Begin { epoch, step, has_row, .. } if epoch == rank.epoch => {
+            CoordinatorCommand::Begin {
+                epoch, step, has_row, ..
+            } if epoch == rank.epoch => {
                 assert_eq!(rank.state.map(|(at, _)| at), Some(step), "seed {}", self.seed);
-                let row = RowId::Train { step, seat: seat.index };
+                let row = RowId::Train {
+                    step,
+                    seat: seat.index,
+                };
                 let units = if has_row {
-                    rank.rows.get(&row).cloned().unwrap_or_else(|| panic!("no {row}, seed {}", self.seed))
+                    rank.rows
+                        .get(&row)
+                        .cloned()
+                        .unwrap_or_else(|| panic!("no {row}, seed {}", self.seed))
                 } else {
                     Vec::new()
                 };
                 rank.reducing = Some(step);
-                self.board.entry((epoch, step)).or_default().insert(seat.index, units);
+                self.board
+                    .entry((epoch, step))
+                    .or_default()
+                    .insert(seat.index, units);
             }
             CoordinatorCommand::Commit { epoch, step, .. } if epoch == rank.epoch => {
                 let (staged, gradient) = rank.staged.take().expect("only staged steps are committed");
@@ -427,18 +533,29 @@ impl World {
                 let (_, state) = rank.state.expect("it staged from a state");
                 let next = (step.next(), Digest::of(format!("{state}{gradient}").as_bytes()));
                 rank.state = Some(next);
-                rank.rows.retain(|row, _| !matches!(row, RowId::Train { step: s, .. } if *s <= step));
-                rank.outbox.push_back(RankEvent::Applied { step: next.0, state: next.1 });
+                rank.rows
+                    .retain(|row, _| !matches!(row, RowId::Train { step: s, .. } if *s <= step));
+                rank.outbox.push_back(RankEvent::Applied {
+                    step: next.0,
+                    state: next.1,
+                });
             }
             CoordinatorCommand::Checkpoint => {
                 let state = rank.state.expect("a state is saved");
                 let folder = PathBuf::from(format!("step-{}", state.0));
-                rank.outbox.push_back(RankEvent::Checkpointed { step: state.0, folder: folder.clone() });
+                rank.outbox.push_back(RankEvent::Checkpointed {
+                    step: state.0,
+                    folder: folder.clone(),
+                });
                 self.disk.insert(folder, state);
             }
             CoordinatorCommand::Evaluate => {
                 let (step, _) = rank.state.expect("a state is evaluated");
-                let acceptance = Acceptance { verifications: 1, accepted: 1, ..Acceptance::default() };
+                let acceptance = Acceptance {
+                    verifications: 1,
+                    accepted: 1,
+                    ..Acceptance::default()
+                };
                 rank.outbox.push_back(RankEvent::Evaluated { step, acceptance });
             }
             CoordinatorCommand::Quit => {
@@ -448,8 +565,7 @@ impl World {
             CoordinatorCommand::Begin { .. }
             | CoordinatorCommand::Commit { .. }
             | CoordinatorCommand::Welcome { .. }
-            | CoordinatorCommand::BeatAck { .. }
-            | CoordinatorCommand::Forget { .. } => {}
+            | CoordinatorCommand::BeatAck { .. } => {}
         }
     }
 
@@ -457,7 +573,9 @@ impl World {
     fn settle_sums(&mut self) {
         for rank in self.ranks.values_mut() {
             let Some(step) = rank.reducing else { continue };
-            let Some(parts) = self.board.get(&(rank.epoch, step)) else { continue };
+            let Some(parts) = self.board.get(&(rank.epoch, step)) else {
+                continue;
+            };
             if parts.len() == usize::from(DRAFTS) {
                 let gradient = Digest::of(format!("{step}{parts:?}").as_bytes());
                 let (_, state) = rank.state.expect("it reduces from a state");
@@ -465,7 +583,13 @@ impl World {
                 rank.staged = Some((step, gradient));
                 let metrics = SeatMetrics::default();
                 let epoch = rank.epoch;
-                rank.outbox.push_back(RankEvent::Staged { epoch, step, gradient, state, metrics });
+                rank.outbox.push_back(RankEvent::Staged {
+                    epoch,
+                    step,
+                    gradient,
+                    state,
+                    metrics,
+                });
             }
         }
     }
@@ -480,7 +604,12 @@ impl World {
             if turn == 40_000 {
                 (self.kill_one_in, self.crash_one_in) = (0, 0);
             }
-            assert!(turn < 400_000, "no end in sight, seed {}: {:?}", self.seed, self.engine.view(self.now_ms));
+            assert!(
+                turn < 400_000,
+                "no end in sight, seed {}: {:?}",
+                self.seed,
+                self.engine.view(self.now_ms)
+            );
             self.step();
         }
         let last = self.disk.values().max_by_key(|(step, _)| *step).copied();
@@ -497,14 +626,21 @@ impl World {
 impl FakeRank {
     fn ready(&mut self, state: (Step, Digest)) {
         self.state = Some(state);
-        self.rows.retain(|row, _| !matches!(row, RowId::Train { step, .. } if *step < state.0));
-        self.outbox.push_back(RankEvent::DraftReady { step: state.0, state: state.1 });
+        self.rows
+            .retain(|row, _| !matches!(row, RowId::Train { step, .. } if *step < state.0));
+        self.outbox.push_back(RankEvent::DraftReady {
+            step: state.0,
+            state: state.1,
+        });
     }
 
     fn take_state(&mut self) {
         let Some(donor) = &self.donor else { return };
         let from = (donor.seat, donor.generation);
-        let found = self.early_states.iter().find(|(seat, generation, ..)| (*seat, *generation) == from);
+        let found = self
+            .early_states
+            .iter()
+            .find(|(seat, generation, ..)| (*seat, *generation) == from);
         if let Some(&(_, _, step, digest)) = found {
             self.donor = None;
             self.early_states.clear();
@@ -534,7 +670,13 @@ fn quiet() -> Finished {
 #[test]
 fn the_quiet_run_trains_every_accepted_sample_in_every_pass() {
     let finished = quiet();
-    assert!(matches!(finished.outcome, Outcome::Completed { acceptance: Some(_), .. }));
+    assert!(matches!(
+        finished.outcome,
+        Outcome::Completed {
+            acceptance: Some(_),
+            ..
+        }
+    ));
     let refused = (0..SAMPLES).filter(|line| line % 13 == 7).count() as u64;
     assert_eq!(finished.trained.len() as u64, 2 * (SAMPLES - refused));
 }
@@ -544,7 +686,11 @@ fn same_as_quiet(seeds: std::ops::Range<u64>, kill_one_in: u64, crash_one_in: u6
     let (mut kills, mut crashes) = (0, 0);
     for seed in seeds {
         let finished = World::new(seed, kill_one_in, crash_one_in).run();
-        assert!(matches!(finished.outcome, Outcome::Completed { .. }), "seed {seed}: {:?}", finished.outcome);
+        assert!(
+            matches!(finished.outcome, Outcome::Completed { .. }),
+            "seed {seed}: {:?}",
+            finished.outcome
+        );
         assert_eq!(finished.weights, quiet.weights, "seed {seed}");
         assert_eq!(finished.trained, quiet.trained, "seed {seed}");
         kills += finished.kills;
@@ -568,7 +714,10 @@ fn a_killed_coordinator_changes_nothing_about_the_weights() {
 #[test]
 fn both_together_change_nothing_about_the_weights() {
     let (kills, crashes) = same_as_quiet(300..360, 120, 900);
-    assert!(kills > 50 && crashes > 30, "only {kills} kills and {crashes} crashes");
+    assert!(
+        kills > 50 && crashes > 30,
+        "only {kills} kills and {crashes} crashes"
+    );
 }
 
 #[test]
@@ -582,7 +731,12 @@ fn a_rank_that_keeps_dying_is_given_up_with_its_last_cause() {
         let generation = Generation(generation);
         let spawned = |c: &Command| matches!(c, Command::Spawn { seat: s, generation: g } if *s == seat && *g == generation);
         assert!(commands.iter().any(spawned), "{commands:?}");
-        let lost = Event::Lost { seat, generation, cause: format!("cause {generation}"), log_tail: "oh".to_owned() };
+        let lost = Event::Lost {
+            seat,
+            generation,
+            cause: format!("cause {generation}"),
+            log_tail: "oh".to_owned(),
+        };
         commands = engine.handle(1000 * u64::from(generation.0 + 1), lost);
         commands.extend(engine.handle(1000 * u64::from(generation.0 + 1) + 500, Event::Tick));
     }
@@ -592,8 +746,23 @@ fn a_rank_that_keeps_dying_is_given_up_with_its_last_cause() {
         _ => None,
     });
     let report = report.expect("it is given up");
-    assert!(report.contains("verifier-0 was lost 3 times") && report.contains("cause 2"), "{report}");
+    assert!(
+        report.contains("verifier-0 was lost 3 times") && report.contains("cause 2"),
+        "{report}"
+    );
     assert!(report.contains("oh"), "{report}");
+}
+
+#[test]
+fn backoff_doubles_up_to_its_limit() {
+    let policy = RestartPolicy {
+        max_restarts: 9,
+        window_ms: 1,
+        backoff_initial_ms: 200,
+        backoff_max_ms: 1000,
+    };
+    let waits = [0, 1, 2, 3, 4, 64, 65, u32::MAX].map(|recent| policy.backoff_ms(recent));
+    assert_eq!(waits, [0, 200, 400, 800, 1000, 1000, 1000, 1000]);
 }
 
 #[test]
@@ -601,14 +770,33 @@ fn fence_an_older_generation_is_not_heard() {
     let mut engine = Engine::new(settings(), &[], 0).expect("an empty journal contradicts nothing");
     engine.handle(0, Event::Tick);
     let seat = Seat::verifier(0);
-    let lost = Event::Lost { seat, generation: Generation(0), cause: "killed".to_owned(), log_tail: String::new() };
+    let lost = Event::Lost {
+        seat,
+        generation: Generation(0),
+        cause: "killed".to_owned(),
+        log_tail: String::new(),
+    };
     engine.handle(1, lost.clone());
-    let from_the_dead = RankEvent::Fault { reason: "late".to_owned(), permanent: true };
-    let commands = engine.handle(2, Event::Rank { seat, generation: Generation(0), event: from_the_dead });
+    let from_the_dead = RankEvent::Fault {
+        reason: "late".to_owned(),
+        permanent: true,
+    };
+    let commands = engine.handle(
+        2,
+        Event::Rank {
+            seat,
+            generation: Generation(0),
+            event: from_the_dead,
+        },
+    );
     assert_eq!(commands, Vec::new());
     assert_eq!(engine.handle(3, lost), Vec::new());
     let view = engine.view(3);
-    let state = view.seats.iter().find(|s| s.seat == seat).expect("it has that seat");
+    let state = view
+        .seats
+        .iter()
+        .find(|s| s.seat == seat)
+        .expect("it has that seat");
     assert_eq!((state.generation, state.restarts), (Generation(1), 1));
     assert_eq!(state.seat.role, Role::Verifier);
 }

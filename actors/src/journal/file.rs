@@ -31,7 +31,9 @@ pub enum JournalError {
         path: PathBuf,
     },
     /// A record in the middle is damaged.
-    #[error("{path}: the record at byte {offset} is corrupt and others follow it ({what}); restore the file from a copy, or start a new run directory")]
+    #[error(
+        "{path}: the record at byte {offset} is corrupt and others follow it ({what}); restore the file from a copy, or start a new run directory"
+    )]
     Corrupt {
         /// The file.
         path: PathBuf,
@@ -49,7 +51,9 @@ pub enum JournalError {
         source: wire::WireError,
     },
     /// Another coordinator is using the run directory.
-    #[error("{path} is in use by another coordinator; end that run first, or give run.directory another folder")]
+    #[error(
+        "{path} is in use by another coordinator; end that run first, or give run.directory another folder"
+    )]
     InUse {
         /// The file.
         path: PathBuf,
@@ -79,7 +83,13 @@ impl Journal {
     /// # Errors
     /// If the file is locked, foreign, unreadable, or corrupt before its tail.
     pub fn open(path: &Path) -> Result<(Self, Replay), JournalError> {
-        let wrong = |action| move |source| JournalError::Io { path: path.to_owned(), action, source };
+        let wrong = |action| {
+            move |source| JournalError::Io {
+                path: path.to_owned(),
+                action,
+                source,
+            }
+        };
         let mut file = OpenOptions::new()
             .read(true)
             .write(true)
@@ -90,7 +100,9 @@ impl Journal {
         match file.try_lock() {
             Ok(()) => {}
             Err(std::fs::TryLockError::WouldBlock) => {
-                return Err(JournalError::InUse { path: path.to_owned() });
+                return Err(JournalError::InUse {
+                    path: path.to_owned(),
+                });
             }
             Err(std::fs::TryLockError::Error(source)) => return Err(wrong("lock")(source)),
         }
@@ -99,16 +111,30 @@ impl Journal {
         let known = size.min(HEADER_BYTES) as usize;
         file.read_exact(&mut start[..known]).map_err(wrong("read"))?;
         if start[..known] != MAGIC[..known] {
-            return Err(JournalError::Foreign { path: path.to_owned() });
+            return Err(JournalError::Foreign {
+                path: path.to_owned(),
+            });
         }
         if size < HEADER_BYTES {
             file.set_len(0).map_err(wrong("cut"))?;
             file.seek(SeekFrom::Start(0)).map_err(wrong("seek in"))?;
             file.write_all(MAGIC).map_err(wrong("write"))?;
             file.sync_all().map_err(wrong("sync"))?;
-            let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-            File::open(parent).and_then(|folder| folder.sync_all()).map_err(wrong("sync the folder of"))?;
-            return Ok((Self { file, path: path.to_owned(), length: HEADER_BYTES }, Replay::default()));
+            let parent = path
+                .parent()
+                .filter(|p| !p.as_os_str().is_empty())
+                .unwrap_or(Path::new("."));
+            File::open(parent)
+                .and_then(|folder| folder.sync_all())
+                .map_err(wrong("sync the folder of"))?;
+            return Ok((
+                Self {
+                    file,
+                    path: path.to_owned(),
+                    length: HEADER_BYTES,
+                },
+                Replay::default(),
+            ));
         }
         let (records, length) = read_records(path, &file, size)?;
         let cut_bytes = size - length;
@@ -117,7 +143,14 @@ impl Journal {
             file.sync_all().map_err(wrong("sync"))?;
         }
         file.seek(SeekFrom::Start(length)).map_err(wrong("seek in"))?;
-        Ok((Self { file, path: path.to_owned(), length }, Replay { records, cut_bytes }))
+        Ok((
+            Self {
+                file,
+                path: path.to_owned(),
+                length,
+            },
+            Replay { records, cut_bytes },
+        ))
     }
 
     /// Appends a record, and with `sync` waits until it is on disk. After an error the journal must not be used again.
@@ -125,16 +158,22 @@ impl Journal {
     /// # Errors
     /// If the disk is full or fails.
     pub fn append(&mut self, record: &Record, sync: bool) -> Result<(), JournalError> {
-        let body =
-            wire::encode(record).map_err(|source| JournalError::Encode { path: self.path.clone(), source })?;
+        let body = wire::encode(record).map_err(|source| JournalError::Encode {
+            path: self.path.clone(),
+            source,
+        })?;
         let mut frame = Vec::with_capacity(body.len() + 8);
         frame.extend_from_slice(&(body.len() as u32).to_le_bytes());
         frame.extend_from_slice(&crc32c::crc32c(&body).to_le_bytes());
         frame.extend_from_slice(&body);
-        self.file.write_all(&frame).map_err(|source| self.wrong("write", source))?;
+        self.file
+            .write_all(&frame)
+            .map_err(|source| self.wrong("write", source))?;
         self.length += frame.len() as u64;
         if sync {
-            self.file.sync_data().map_err(|source| self.wrong("sync", source))?;
+            self.file
+                .sync_data()
+                .map_err(|source| self.wrong("sync", source))?;
         }
         Ok(())
     }
@@ -145,13 +184,21 @@ impl Journal {
     }
 
     fn wrong(&self, action: &'static str, source: io::Error) -> JournalError {
-        JournalError::Io { path: self.path.clone(), action, source }
+        JournalError::Io {
+            path: self.path.clone(),
+            action,
+            source,
+        }
     }
 }
 
 /// All whole records and the offset behind the last of them.
 fn read_records(path: &Path, file: &File, size: u64) -> Result<(Vec<Record>, u64), JournalError> {
-    let wrong = |source| JournalError::Io { path: path.to_owned(), action: "read", source };
+    let wrong = |source| JournalError::Io {
+        path: path.to_owned(),
+        action: "read",
+        source,
+    };
     let mut reader = BufReader::with_capacity(1 << 20, file);
     let mut records = Vec::new();
     let mut offset = HEADER_BYTES;
@@ -183,7 +230,13 @@ fn read_records(path: &Path, file: &File, size: u64) -> Result<(Vec<Record>, u64
             None => offset = end,
             // The very last record may hold blocks that never reached the disk.
             Some(_) if end == size => break,
-            Some(what) => return Err(JournalError::Corrupt { path: path.to_owned(), offset, what }),
+            Some(what) => {
+                return Err(JournalError::Corrupt {
+                    path: path.to_owned(),
+                    offset,
+                    what,
+                });
+            }
         }
     }
     Ok((records, offset))
@@ -195,8 +248,14 @@ mod tests {
     use eaglet_runtime::ids::{SampleSeq, Step, Unit};
 
     fn record(step: u64) -> Record {
-        let rows = vec![vec![Unit { pass: 0, sample: SampleSeq(step) }]];
-        Record::Planned { step: Step(step), rows }
+        let rows = vec![vec![Unit {
+            pass: 0,
+            sample: SampleSeq(step),
+        }]];
+        Record::Planned {
+            step: Step(step),
+            rows,
+        }
     }
 
     fn written(path: &Path, count: u64) {
@@ -217,7 +276,11 @@ mod tests {
             let (mut journal, replay) = Journal::open(&path).expect("a torn tail is no error");
             let kept = replay.records.len() as u64;
             assert!(kept < 3);
-            assert_eq!(replay.records, (0..kept).map(record).collect::<Vec<_>>(), "cut at {end}");
+            assert_eq!(
+                replay.records,
+                (0..kept).map(record).collect::<Vec<_>>(),
+                "cut at {end}"
+            );
             journal.append(&record(kept), true).expect("append");
             drop(journal);
             let (_, replay) = Journal::open(&path).expect("whole again");

@@ -33,18 +33,22 @@ impl Control {
         heard: impl Fn(CoordinatorCommand) + Send + 'static,
     ) -> anyhow::Result<Self> {
         let (ready, attached) = std::sync::mpsc::channel();
-        std::thread::Builder::new().name("control".to_owned()).spawn(move || {
-            let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
-                Ok(runtime) => runtime,
-                Err(error) => {
-                    // The starter waits for exactly one answer.
-                    let _ = ready.send(Err(anyhow::Error::from(error)));
-                    return;
-                }
-            };
-            runtime.block_on(attend(&coordinator, attach, activity, heard, &ready));
-        })?;
-        let link = attached.recv().unwrap_or_else(|_| anyhow::bail!("the control thread ended"))?;
+        std::thread::Builder::new()
+            .name("control".to_owned())
+            .spawn(move || {
+                let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+                    Ok(runtime) => runtime,
+                    Err(error) => {
+                        // The starter waits for exactly one answer.
+                        let _ = ready.send(Err(anyhow::Error::from(error)));
+                        return;
+                    }
+                };
+                runtime.block_on(attend(&coordinator, attach, activity, heard, &ready));
+            })?;
+        let link = attached
+            .recv()
+            .unwrap_or_else(|_| anyhow::bail!("the control thread ended"))?;
         Ok(Self { link })
     }
 
@@ -167,7 +171,9 @@ impl Actor for Link {
         match message {
             LinkMessage::Heard(config) => {
                 state.last_heard = Instant::now();
-                if let Some(config) = config.and_then(|json| serde_json::from_str::<ClusterConfig>(&json).ok()) {
+                if let Some(config) =
+                    config.and_then(|json| serde_json::from_str::<ClusterConfig>(&json).ok())
+                {
                     state.interval = config.supervision.beat_interval();
                     state.lease = config.supervision.coordinator_lease();
                 }
@@ -175,7 +181,10 @@ impl Actor for Link {
             LinkMessage::Beat => {
                 let silent = state.last_heard.elapsed();
                 if silent > state.lease {
-                    end(&format!("the coordinator is silent for {} ms", silent.as_millis()));
+                    end(&format!(
+                        "the coordinator is silent for {} ms",
+                        silent.as_millis()
+                    ));
                 }
                 let (activity, activity_age_ms) = state.arguments.activity.read();
                 let beat = Beat {
@@ -212,7 +221,9 @@ impl LinkState {
     fn say(&self, event: RankEvent) {
         match self.arguments.events.try_send(event) {
             Ok(()) => {}
-            Err(mpsc::error::TrySendError::Full(_)) => end("the coordinator does not read this rank's messages"),
+            Err(mpsc::error::TrySendError::Full(_)) => {
+                end("the coordinator does not read this rank's messages")
+            }
             // The reading side reports why.
             Err(mpsc::error::TrySendError::Closed(_)) => {}
         }

@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 
 use eaglet_runtime::checkpoint::CheckpointFolder;
 use eaglet_runtime::collective::SeatOrderedReduce;
-use eaglet_runtime::control::{Acceptance, Activity, CoordinatorCommand, DraftOrigin, Member, RankEvent, SeatMetrics};
+use eaglet_runtime::control::{
+    Acceptance, Activity, CoordinatorCommand, DraftOrigin, Member, RankEvent, SeatMetrics,
+};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Role, RowId, Seat, Step};
 use eaglet_runtime::link::{BulkEvent, BulkKind, BulkMessage, Endpoint};
@@ -35,8 +37,15 @@ pub(super) struct DraftWorker {
 
 enum Phase {
     Idle,
-    Reducing { step: Step, reduce: SeatOrderedReduce, metrics: SeatMetrics },
-    Staged { step: Step, gradient: Vec<f32> },
+    Reducing {
+        step: Step,
+        reduce: SeatOrderedReduce,
+        metrics: SeatMetrics,
+    },
+    Staged {
+        step: Step,
+        gradient: Vec<f32>,
+    },
 }
 
 impl DraftWorker {
@@ -58,7 +67,11 @@ impl DraftWorker {
 
     fn command(&mut self, command: CoordinatorCommand) -> Result<(), RankFault> {
         match command {
-            CoordinatorCommand::LoadDraft { vocabulary, contract, origin } => {
+            CoordinatorCommand::LoadDraft {
+                vocabulary,
+                contract,
+                origin,
+            } => {
                 self.context.enter(Activity::Loading);
                 if self.replica.is_none() {
                     let threads = self.context.threads;
@@ -71,23 +84,36 @@ impl DraftWorker {
             CoordinatorCommand::Abandon { epoch } => self.abandon(epoch),
             CoordinatorCommand::SendState { to } => self.send_state(&to)?,
             CoordinatorCommand::FormGroup { epoch, members } => self.form(epoch, members)?,
-            CoordinatorCommand::Begin { epoch, step, has_row, contributors } => {
+            CoordinatorCommand::Begin {
+                epoch,
+                step,
+                has_row,
+                contributors,
+            } => {
                 if epoch == self.epoch {
                     self.begin(step, has_row, contributors)?;
                 }
             }
-            CoordinatorCommand::Commit { epoch, step, learning_rate } => {
+            CoordinatorCommand::Commit {
+                epoch,
+                step,
+                learning_rate,
+            } => {
                 if epoch == self.epoch {
                     self.commit(step, learning_rate)?;
                 }
             }
-            CoordinatorCommand::Forget { rows } => self.rows.retain(|row, _| !rows.contains(row)),
             CoordinatorCommand::Checkpoint => {
                 self.context.enter(Activity::Saving);
                 let replica = self.replica.as_ref().ok_or_else(not_loaded)?;
                 let keep = self.context.config.checkpoints.keep;
-                let folder = replica.save(&self.checkpoints, keep).map_err(RankFault::permanent)?;
-                self.context.say(RankEvent::Checkpointed { step: replica.step(), folder });
+                let folder = replica
+                    .save(&self.checkpoints, keep)
+                    .map_err(RankFault::permanent)?;
+                self.context.say(RankEvent::Checkpointed {
+                    step: replica.step(),
+                    folder,
+                });
             }
             CoordinatorCommand::Evaluate => self.evaluate()?,
             CoordinatorCommand::Welcome { .. }
@@ -124,7 +150,10 @@ impl DraftWorker {
     fn say_ready(&mut self) {
         if let Some(replica) = &self.replica {
             self.rows.retain(|row, _| is_ahead(*row, replica.step()));
-            self.context.say(RankEvent::DraftReady { step: replica.step(), state: replica.digest() });
+            self.context.say(RankEvent::DraftReady {
+                step: replica.step(),
+                state: replica.digest(),
+            });
         }
     }
 
@@ -148,11 +177,20 @@ impl DraftWorker {
     fn begin(&mut self, step: Step, has_row: bool, contributors: u16) -> Result<(), RankFault> {
         self.context.enter(Activity::Computing);
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
-        let group = self.group.as_ref().ok_or_else(|| RankFault::passing("a step began before the group"))?;
+        let group = self
+            .group
+            .as_ref()
+            .ok_or_else(|| RankFault::passing("a step began before the group"))?;
         if replica.step() != step {
-            return Err(RankFault::passing(format!("step {step} began at step {}", replica.step())));
+            return Err(RankFault::passing(format!(
+                "step {step} began at step {}",
+                replica.step()
+            )));
         }
-        let id = RowId::Train { step, seat: self.context.seat.index };
+        let id = RowId::Train {
+            step,
+            seat: self.context.seat.index,
+        };
         let row = match (has_row, self.rows.get(&id)) {
             (false, _) => None,
             (true, Some(row)) => Some(row),
@@ -163,7 +201,11 @@ impl DraftWorker {
         let mut reduce = SeatOrderedReduce::new(shape).map_err(RankFault::passing)?;
         let outgoing = reduce.start(gradient).map_err(RankFault::passing)?;
         group.send_all(step, outgoing);
-        self.phase = Phase::Reducing { step, reduce, metrics };
+        self.phase = Phase::Reducing {
+            step,
+            reduce,
+            metrics,
+        };
         self.context.enter(Activity::Reducing);
         for message in std::mem::take(&mut self.early) {
             self.take_segment(message)?;
@@ -172,7 +214,14 @@ impl DraftWorker {
     }
 
     fn take_segment(&mut self, message: BulkMessage) -> Result<(), RankFault> {
-        let BulkKind::Gradient { step: at, phase, segment } = message.header.kind else { return Ok(()) };
+        let BulkKind::Gradient {
+            step: at,
+            phase,
+            segment,
+        } = message.header.kind
+        else {
+            return Ok(());
+        };
         // RANK-2
         if message.header.epoch < self.epoch {
             return Ok(());
@@ -181,7 +230,12 @@ impl DraftWorker {
             Phase::Reducing { step, reduce, .. } if *step == at && message.header.epoch == self.epoch => {
                 let Some(group) = &self.group else { return Ok(()) };
                 // The link has checked that there is one part.
-                let bytes = message.parts.into_iter().next().map(|part| part.into_vec()).unwrap_or_default();
+                let bytes = message
+                    .parts
+                    .into_iter()
+                    .next()
+                    .map(|part| part.into_vec())
+                    .unwrap_or_default();
                 let outgoing = reduce
                     .receive(message.header.from.index, phase, segment, bytes)
                     .map_err(RankFault::passing)?;
@@ -196,7 +250,12 @@ impl DraftWorker {
         if !matches!(&self.phase, Phase::Reducing { reduce, .. } if reduce.is_done()) {
             return Ok(());
         }
-        let Phase::Reducing { step, reduce, metrics } = std::mem::replace(&mut self.phase, Phase::Idle) else {
+        let Phase::Reducing {
+            step,
+            reduce,
+            metrics,
+        } = std::mem::replace(&mut self.phase, Phase::Idle)
+        else {
             return Ok(());
         };
         let replica = self.replica.as_ref().ok_or_else(not_loaded)?;
@@ -217,14 +276,26 @@ impl DraftWorker {
         self.context.enter(Activity::Applying);
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         match std::mem::replace(&mut self.phase, Phase::Idle) {
-            Phase::Staged { step: staged, gradient } if staged == step => {
-                replica.apply(gradient, learning_rate).map_err(RankFault::passing)?;
+            Phase::Staged {
+                step: staged,
+                gradient,
+            } if staged == step => {
+                replica
+                    .apply(gradient, learning_rate)
+                    .map_err(RankFault::passing)?;
             }
-            _ => return Err(RankFault::passing(format!("step {step} is committed and not staged here"))),
+            _ => {
+                return Err(RankFault::passing(format!(
+                    "step {step} is committed and not staged here"
+                )));
+            }
         }
         let reached = replica.step();
         self.rows.retain(|row, _| is_ahead(*row, reached));
-        self.context.say(RankEvent::Applied { step: reached, state: replica.digest() });
+        self.context.say(RankEvent::Applied {
+            step: reached,
+            state: replica.digest(),
+        });
         Ok(())
     }
 
@@ -248,9 +319,16 @@ impl DraftWorker {
             return Ok(()); // the state of a donor that has died since
         }
         let bytes = message.parts.first().map_or(&[][..], |part| &part[..]);
-        let whole = self.incoming.take(&message.header.kind, bytes).map_err(RankFault::passing)?;
+        let whole = self
+            .incoming
+            .take(&message.header.kind, bytes)
+            .map_err(RankFault::passing)?;
         if let Some(state) = whole {
-            self.replica.as_mut().ok_or_else(not_loaded)?.adopt(state).map_err(RankFault::permanent)?;
+            self.replica
+                .as_mut()
+                .ok_or_else(not_loaded)?
+                .adopt(state)
+                .map_err(RankFault::permanent)?;
             self.donor = None;
             self.early_states.clear();
             self.say_ready();
@@ -259,12 +337,30 @@ impl DraftWorker {
     }
 
     fn take_row(&mut self, message: BulkMessage) -> Result<(), RankFault> {
-        let BulkKind::Hidden { row, contract, dtype, states, hidden, packed: content, .. } = message.header.kind
+        let BulkKind::Hidden {
+            row,
+            contract,
+            dtype,
+            states,
+            hidden,
+            packed: content,
+            ..
+        } = message.header.kind
         else {
             return Ok(());
         };
-        let bytes = message.parts.into_iter().next().map(|part| part.into_vec()).unwrap_or_default();
-        let hidden = HiddenStates { dtype, states: usize::from(states), hidden: hidden as usize, bytes };
+        let bytes = message
+            .parts
+            .into_iter()
+            .next()
+            .map(|part| part.into_vec())
+            .unwrap_or_default();
+        let hidden = HiddenStates {
+            dtype,
+            states: usize::from(states),
+            hidden: hidden as usize,
+            bytes,
+        };
         let expected = self.replica.as_ref().map(Replica::contract);
         if let Some(expected) = expected
             && (expected.digest() != contract
@@ -279,7 +375,10 @@ impl DraftWorker {
                 message.header.from
             )));
         }
-        let is_old = self.replica.as_ref().is_some_and(|replica| !is_ahead(row, replica.step()));
+        let is_old = self
+            .replica
+            .as_ref()
+            .is_some_and(|replica| !is_ahead(row, replica.step()));
         if row.seat() == self.context.seat.index && !is_old {
             self.rows.insert(row, HiddenRow { row: content, hidden });
             self.context.say(RankEvent::Received { row });
@@ -291,17 +390,26 @@ impl DraftWorker {
         self.context.enter(Activity::Evaluating);
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         let mut acceptance = Acceptance::default();
-        if let Some(row) = self.rows.get(&RowId::HeldOut { seat: self.context.seat.index }) {
+        if let Some(row) = self.rows.get(&RowId::HeldOut {
+            seat: self.context.seat.index,
+        }) {
             acceptance = replica.evaluate(row).map_err(RankFault::passing)?;
         }
-        self.context.say(RankEvent::Evaluated { step: replica.step(), acceptance });
+        self.context.say(RankEvent::Evaluated {
+            step: replica.step(),
+            acceptance,
+        });
         Ok(())
     }
 
     /// A link that its sender closed in order says nothing; one that broke is the coordinator's business.
     fn closed(&self, from: Endpoint, reason: String) {
         tracing::warn!(%from, reason, "a bulk link broke");
-        self.context.say(RankEvent::LinkBroken { from: from.seat, generation: from.generation, reason });
+        self.context.say(RankEvent::LinkBroken {
+            from: from.seat,
+            generation: from.generation,
+            reason,
+        });
     }
 }
 
@@ -321,16 +429,21 @@ impl Worker for DraftWorker {
     fn take(&mut self, input: Input) -> Result<(), RankFault> {
         match input {
             Input::Command(command) => self.command(command)?,
-            Input::Bulk(BulkEvent::Message(message)) => match (&message.header.kind, message.header.from.role) {
-                (BulkKind::Hidden { .. }, Role::Verifier) => self.take_row(message)?,
-                (BulkKind::Gradient { .. }, Role::Draft) => {
-                    self.take_segment(message)?;
-                    self.stage_if_reduced()?;
+            Input::Bulk(BulkEvent::Message(message)) => {
+                match (&message.header.kind, message.header.from.role) {
+                    (BulkKind::Hidden { .. }, Role::Verifier) => self.take_row(message)?,
+                    (BulkKind::Gradient { .. }, Role::Draft) => {
+                        self.take_segment(message)?;
+                        self.stage_if_reduced()?;
+                    }
+                    (BulkKind::State { .. }, Role::Draft) => self.take_state(message)?,
+                    (_, role) => tracing::warn!(%role, "a message that this role does not send was dropped"),
                 }
-                (BulkKind::State { .. }, Role::Draft) => self.take_state(message)?,
-                (_, role) => tracing::warn!(%role, "a message that this role does not send was dropped"),
-            },
-            Input::Bulk(BulkEvent::Closed { peer: Some(hello), error: Some(error) }) => {
+            }
+            Input::Bulk(BulkEvent::Closed {
+                peer: Some(hello),
+                error: Some(error),
+            }) => {
                 self.closed(hello.from, error.to_string());
             }
             Input::Bulk(BulkEvent::Opened { .. } | BulkEvent::Closed { .. }) => {}

@@ -6,7 +6,9 @@ use bytes::Bytes;
 use eaglet_runtime::collective::{Outgoing, ReduceShape};
 use eaglet_runtime::control::Member;
 use eaglet_runtime::ids::{Epoch, Generation, Seat, Step};
-use eaglet_runtime::link::{BulkKind, BulkOutgoing, BulkSender, Endpoint, Hello, LinkError, SendError, SenderOptions};
+use eaglet_runtime::link::{
+    BulkKind, BulkOutgoing, BulkSender, Endpoint, Hello, LinkError, SendError, SenderOptions,
+};
 
 /// Longest wait for room in the queue towards a peer: the queue holds more than a step ever sends.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
@@ -34,20 +36,40 @@ impl Group {
             .filter(|member| member.seat != seat.index)
             .map(|member| Ok((member.seat, dial(seat, generation, epoch, member)?)))
             .collect::<Result<_, LinkError>>()?;
-        Ok(Self { seat, epoch, seats, links })
+        Ok(Self {
+            seat,
+            epoch,
+            seats,
+            links,
+        })
     }
 
     /// What all members agree on before they sum.
     pub(super) fn shape(&self, elements: usize, scale: f32) -> ReduceShape {
-        ReduceShape { elements, seats: self.seats, own: self.seat.index, scale }
+        ReduceShape {
+            elements,
+            seats: self.seats,
+            own: self.seat.index,
+            scale,
+        }
     }
 
     /// Sends segments on their way. A link that fails is left to the coordinator, which sees the process end or is told
     /// by the other side what broke.
     pub(super) fn send_all(&self, step: Step, outgoing: Vec<Outgoing>) {
-        for Outgoing { to_seat, phase, segment, bytes } in outgoing {
+        for Outgoing {
+            to_seat,
+            phase,
+            segment,
+            bytes,
+        } in outgoing
+        {
             let kind = BulkKind::Gradient { step, phase, segment };
-            let message = BulkOutgoing { epoch: self.epoch, kind, parts: vec![bytes] };
+            let message = BulkOutgoing {
+                epoch: self.epoch,
+                kind,
+                parts: vec![bytes],
+            };
             let link = self.links.iter().find(|(seat, _)| *seat == to_seat);
             if let Some((seat, link)) = link
                 && let Err(error) = link.send(message, SEND_TIMEOUT)
@@ -68,9 +90,20 @@ pub(super) fn send_once(
 ) -> Result<(), LinkFailure> {
     let link = dial(seat, generation, epoch, to)?;
     for (kind, bytes) in messages {
-        link.send(BulkOutgoing { epoch, kind, parts: vec![bytes] }, STATE_TIMEOUT)?;
+        link.send(
+            BulkOutgoing {
+                epoch,
+                kind,
+                parts: vec![bytes],
+            },
+            STATE_TIMEOUT,
+        )?;
     }
-    if link.drain(STATE_TIMEOUT)? { Ok(()) } else { Err(LinkFailure::Slow) }
+    if link.drain(STATE_TIMEOUT)? {
+        Ok(())
+    } else {
+        Err(LinkFailure::Slow)
+    }
 }
 
 /// Why something could not be sent.
@@ -91,7 +124,10 @@ fn dial(seat: Seat, generation: Generation, epoch: Epoch, to: &Member) -> Result
     let hello = Hello {
         from: Endpoint { seat, generation },
         epoch,
-        to: Endpoint { seat: Seat::draft(to.seat), generation: to.generation },
+        to: Endpoint {
+            seat: Seat::draft(to.seat),
+            generation: to.generation,
+        },
     };
     let name = format!("{seat} to draft-{}", to.seat);
     BulkSender::connect(&to.bulk_name, hello, SenderOptions::default(), move |error| {

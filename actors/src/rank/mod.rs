@@ -58,12 +58,18 @@ pub(crate) struct RankFault {
 impl RankFault {
     /// A fault that a new start may heal.
     fn passing(reason: impl ToString) -> Self {
-        Self { reason: reason.to_string(), permanent: false }
+        Self {
+            reason: reason.to_string(),
+            permanent: false,
+        }
     }
 
     /// A fault that stays whatever is started.
     fn permanent(reason: impl ToString) -> Self {
-        Self { reason: reason.to_string(), permanent: true }
+        Self {
+            reason: reason.to_string(),
+            permanent: true,
+        }
     }
 }
 
@@ -111,7 +117,10 @@ pub fn run(arguments: &RankArguments) -> anyhow::Result<()> {
     let (inbox, inputs) = crossbeam_channel::unbounded();
     let bulk_name = bulk_name(&arguments.token, arguments.seat, arguments.generation);
     let bulk_inbox = inbox.clone();
-    let here = Endpoint { seat: arguments.seat, generation: arguments.generation };
+    let here = Endpoint {
+        seat: arguments.seat,
+        generation: arguments.generation,
+    };
     let listener = BulkListener::bind(&bulk_name, here, ListenerOptions::default(), move |event| {
         // The compute thread outlives the listener.
         let _ = bulk_inbox.send(Input::Bulk(event));
@@ -125,14 +134,22 @@ pub fn run(arguments: &RankArguments) -> anyhow::Result<()> {
         pid: std::process::id(),
         bulk_name,
     };
-    let control = Control::start(arguments.coordinator.clone(), attach, activity.clone(), move |command| {
-        // As above.
-        let _ = inbox.send(Input::Command(command));
-    })?;
+    let control = Control::start(
+        arguments.coordinator.clone(),
+        attach,
+        activity.clone(),
+        move |command| {
+            // As above.
+            let _ = inbox.send(Input::Command(command));
+        },
+    )?;
     let result = work(arguments, &control, activity, &inputs);
     if let Err(fault) = &result {
         tracing::error!(reason = fault.reason, "the rank cannot go on");
-        control.say(RankEvent::Fault { reason: fault.reason.clone(), permanent: fault.permanent });
+        control.say(RankEvent::Fault {
+            reason: fault.reason.clone(),
+            permanent: fault.permanent,
+        });
     } else {
         control.say(RankEvent::Bye);
     }
@@ -154,8 +171,9 @@ fn work(
         match (input, &mut worker) {
             (Input::Command(CoordinatorCommand::Quit), _) => return Ok(()),
             (Input::Command(CoordinatorCommand::Welcome { config }), slot @ None) => {
-                let config: ClusterConfig = serde_json::from_str(&config)
-                    .map_err(|error| RankFault::permanent(format!("the coordinator's configuration: {error}")))?;
+                let config: ClusterConfig = serde_json::from_str(&config).map_err(|error| {
+                    RankFault::permanent(format!("the coordinator's configuration: {error}"))
+                })?;
                 let context = context(arguments, config, control.clone(), activity.clone())?;
                 let mut made: Box<dyn Worker> = match arguments.seat.role {
                     Role::Verifier => Box::new(verifier::VerifierWorker::new(context)),
@@ -208,7 +226,12 @@ fn bulk_name(token: &str, seat: Seat, generation: Generation) -> String {
 fn die_with_parent(parent: u32) -> anyhow::Result<()> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
     // It may have ended before the line above.
-    let alive = rustix::process::getppid().map(Pid::as_raw_nonzero).map(|pid| pid.get() as u32);
-    anyhow::ensure!(alive == Some(parent), "the coordinator that started this rank is gone");
+    let alive = rustix::process::getppid()
+        .map(Pid::as_raw_nonzero)
+        .map(|pid| pid.get() as u32);
+    anyhow::ensure!(
+        alive == Some(parent),
+        "the coordinator that started this rank is gone"
+    );
     Ok(())
 }

@@ -32,24 +32,39 @@ struct Loaded {
 
 impl VerifierWorker {
     pub(super) fn new(context: Context) -> Self {
-        Self { context, loaded: None, links: HashMap::new() }
+        Self {
+            context,
+            loaded: None,
+            links: HashMap::new(),
+        }
     }
 
     fn load(&mut self) -> Result<(), RankFault> {
         self.context.enter(Activity::Loading);
         let config = &self.context.config.verifier;
-        let options =
-            VerifierOptions { threads: self.context.threads, aux_layers: config.aux_layers.clone() };
+        let options = VerifierOptions {
+            threads: self.context.threads,
+            aux_layers: config.aux_layers.clone(),
+        };
         let verifier = Verifier::load(&config.path, options).map_err(RankFault::permanent)?;
         let contract = recipe::contract(&self.context.config).map_err(RankFault::permanent)?;
         let stop_ids = verifier.config().eos_token_ids.clone();
-        self.loaded = Some(Loaded { verifier, contract: contract.digest(), stop_ids });
+        self.loaded = Some(Loaded {
+            verifier,
+            contract: contract.digest(),
+            stop_ids,
+        });
         self.context.say(RankEvent::VerifierReady { contract });
         Ok(())
     }
 
     fn extract(&mut self, extraction: Extraction) -> Result<(), RankFault> {
-        let Extraction { row, units, content, destination } = extraction;
+        let Extraction {
+            row,
+            units,
+            content,
+            destination,
+        } = extraction;
         self.context.enter(Activity::Extracting);
         let dtype = self.context.config.verifier.hidden_dtype;
         let loaded = self.loaded()?;
@@ -66,7 +81,12 @@ impl VerifierWorker {
     }
 
     fn extract_held_out(&mut self, request: HeldOutRequest) -> Result<(), RankFault> {
-        let HeldOutRequest { row, prompts, max_new_tokens, destination } = request;
+        let HeldOutRequest {
+            row,
+            prompts,
+            max_new_tokens,
+            destination,
+        } = request;
         self.context.enter(Activity::Generating);
         let dtype = self.context.config.verifier.hidden_dtype;
         let loaded = self.loaded()?;
@@ -83,7 +103,11 @@ impl VerifierWorker {
             content.push(&Sample { tokens, loss_mask });
         }
         self.context.enter(Activity::Extracting);
-        let hidden = self.loaded()?.verifier.extract(&content, dtype).map_err(RankFault::passing)?;
+        let hidden = self
+            .loaded()?
+            .verifier
+            .extract(&content, dtype)
+            .map_err(RankFault::passing)?;
         self.hand_over(row, content, hidden, destination)
     }
 
@@ -118,21 +142,35 @@ impl VerifierWorker {
             tracing::warn!(draft = destination.seat, %error, "cannot hand over a row");
             self.links.remove(&destination.seat);
         }
-        self.context.say(RankEvent::Extracted { row, generation, tokens });
+        self.context.say(RankEvent::Extracted {
+            row,
+            generation,
+            tokens,
+        });
         Ok(())
     }
 
     fn link_to(&mut self, destination: &Member) -> Option<&BulkSender> {
-        let known = self.links.get(&destination.seat).is_some_and(|(member, _)| member == destination);
+        let known = self
+            .links
+            .get(&destination.seat)
+            .is_some_and(|(member, _)| member == destination);
         if !known {
             self.links.remove(&destination.seat);
             let hello = Hello {
-                from: Endpoint { seat: self.context.seat, generation: self.context.generation },
+                from: Endpoint {
+                    seat: self.context.seat,
+                    generation: self.context.generation,
+                },
                 epoch: Epoch::default(),
-                to: Endpoint { seat: Seat::draft(destination.seat), generation: destination.generation },
+                to: Endpoint {
+                    seat: Seat::draft(destination.seat),
+                    generation: destination.generation,
+                },
             };
             let seat = destination.seat;
-            let ended = move |error: &_| tracing::warn!(draft = seat, %error, "a link to a draft replica ended");
+            let ended =
+                move |error: &_| tracing::warn!(draft = seat, %error, "a link to a draft replica ended");
             match BulkSender::connect(&destination.bulk_name, hello, SenderOptions::default(), ended) {
                 Ok(link) => {
                     self.links.insert(destination.seat, (destination.clone(), link));
@@ -147,7 +185,9 @@ impl VerifierWorker {
     }
 
     fn loaded(&mut self) -> Result<&mut Loaded, RankFault> {
-        self.loaded.as_mut().ok_or_else(|| RankFault::passing("asked to extract before the verifier was loaded"))
+        self.loaded
+            .as_mut()
+            .ok_or_else(|| RankFault::passing("asked to extract before the verifier was loaded"))
     }
 }
 

@@ -176,7 +176,9 @@ impl TrainingState {
         }
         if record.layout != layout.to_string() {
             let remedy = "restore the draft section of cluster.toml or start a new run";
-            return Err(foreign(format!("belongs to a draft with other parameters; {remedy}")));
+            return Err(foreign(format!(
+                "belongs to a draft with other parameters; {remedy}"
+            )));
         }
         let length = file.length(VECTORS[0])?;
         let mut vectors = Vec::with_capacity(VECTORS.len());

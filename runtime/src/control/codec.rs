@@ -61,6 +61,8 @@ impl<D: DeserializeOwned> Decoder for BincodeDecoder<D> {
 
     fn decode(&mut self, buffer: &mut DecodeBuf<'_>) -> Result<Option<D>, Status> {
         let bytes = buffer.copy_to_bytes(buffer.remaining());
-        wire::decode(&bytes).map(Some).map_err(|error| Status::data_loss(error.to_string()))
+        wire::decode(&bytes)
+            .map(Some)
+            .map_err(|error| Status::data_loss(error.to_string()))
     }
 }

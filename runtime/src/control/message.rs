@@ -170,7 +170,10 @@ impl Acceptance {
     pub fn add(&mut self, other: &Self) {
         self.verifications += other.verifications;
         self.accepted += other.accepted;
-        for (ours, theirs) in [(&mut self.tried, &other.tried), (&mut self.accepted_at, &other.accepted_at)] {
+        for (ours, theirs) in [
+            (&mut self.tried, &other.tried),
+            (&mut self.accepted_at, &other.accepted_at),
+        ] {
             ours.resize(ours.len().max(theirs.len()), 0);
             for (a, b) in ours.iter_mut().zip(theirs) {
                 *a += b;
@@ -344,11 +347,6 @@ pub enum CoordinatorCommand {
         step: Step,
         /// Learning rate.
         learning_rate: f64,
-    },
-    /// Drop rows that will not be trained by this seat.
-    Forget {
-        /// The rows.
-        rows: Vec<RowId>,
     },
     /// Write a checkpoint of the present state.
     Checkpoint,

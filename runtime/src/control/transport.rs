@@ -143,7 +143,11 @@ impl<A: Admit> Control for Service<A> {
         };
         let (commands, queue) = mpsc::channel(QUEUED_MESSAGES);
         self.0
-            .admit(Accepted { attach, events: EventStream(events), commands })
+            .admit(Accepted {
+                attach,
+                events: EventStream(events),
+                commands,
+            })
             .map_err(Status::permission_denied)?;
         let stream = tokio_stream::StreamExt::map(ReceiverStream::new(queue), Ok);
         Ok(Response::new(Box::pin(stream)))
@@ -155,7 +159,10 @@ impl<A: Admit> Control for Service<A> {
 /// # Errors
 /// If the address is taken or not ours.
 pub async fn bind(address: &str) -> Result<(TcpListener, SocketAddr), TransportError> {
-    let wrong = |source| TransportError::Listen { address: address.to_owned(), source };
+    let wrong = |source| TransportError::Listen {
+        address: address.to_owned(),
+        source,
+    };
     let listener = TcpListener::bind(address).await.map_err(wrong)?;
     let local = listener.local_addr().map_err(wrong)?;
     Ok((listener, local))
@@ -165,7 +172,10 @@ pub async fn bind(address: &str) -> Result<(TcpListener, SocketAddr), TransportE
 ///
 /// # Errors
 /// If accepting connections fails for good.
-pub async fn serve(listener: TcpListener, admit: impl Admit) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+pub async fn serve(
+    listener: TcpListener,
+    admit: impl Admit,
+) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     let incoming = tokio_stream::StreamExt::map(TcpListenerStream::new(listener), |stream| {
         stream.inspect(|stream| {
             // A failure costs latency only.

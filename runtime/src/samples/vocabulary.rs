@@ -207,7 +207,10 @@ impl DraftVocabulary {
                 return Err(VocabularyError::NotAscending { index, token });
             }
         }
-        Ok(Self { ids, verifier_vocab_size })
+        Ok(Self {
+            ids,
+            verifier_vocab_size,
+        })
     }
 
     /// The vocabulary that a loaded draft's tensors describe.
