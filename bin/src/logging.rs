@@ -3,8 +3,9 @@
 //! Lines are written at once and whole, with no thread between: ranks are killed on purpose, and the last line before
 //! a death is the one that is wanted. `EAGLET_LOG` takes filters such as `debug` or `eaglet_runtime=trace`.
 
+use std::backtrace::Backtrace;
 use std::fs::File;
-use std::io;
+use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -40,7 +41,7 @@ pub(crate) enum LoggingError {
 }
 
 /// Starts logging to `<directory>/logs/<process>.log`, which is appended to. With `errors_to_stderr`, errors also go
-/// to stderr. Panics are logged as errors. Returns the log file's path.
+/// to stderr. Panics are logged as errors, with a backtrace in the file only. Returns the log file's path.
 ///
 /// # Errors
 /// If the file cannot be opened, `EAGLET_LOG` is malformed, or logging was started before.
@@ -67,7 +68,10 @@ pub(crate) fn start(
     let before = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         tracing::error!("{panic}");
-        before(panic);
+        tracing::info!("backtrace of the panic:\n{}", Backtrace::force_capture());
+        if !errors_to_stderr {
+            before(panic);
+        }
     }));
     Ok(path)
 }
@@ -87,6 +91,7 @@ fn subscriber(
         let layer = fmt::layer()
             .without_time()
             .with_target(false)
+            .with_ansi(io::stderr().is_terminal())
             .with_writer(io::stderr);
         layer.with_filter(LevelFilter::ERROR)
     });

@@ -153,10 +153,10 @@ pub(crate) async fn follow(
         for line in view.events(&snapshot) {
             writeln!(out, "{line}")?;
         }
-        if is_tick || is_last {
-            if let Some(line) = view.numbers(&snapshot) {
-                writeln!(out, "{line}")?;
-            }
+        if (is_tick || is_last)
+            && let Some(line) = view.numbers(&snapshot)
+        {
+            writeln!(out, "{line}")?;
         }
         if let (true, Some(finished)) = (is_last, &snapshot.finished) {
             writeln!(out, "{}", view.event_line("", finished))?;

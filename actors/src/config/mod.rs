@@ -155,6 +155,15 @@ impl ClusterConfig {
         toml::to_string(self)
     }
 
+    /// Reads what [`Self::to_toml`] has written, to the last bit and without looking at files. (JSON is the same but
+    /// for floats with more than 15 digits, which `serde_json` may read one unit in the last place off.)
+    ///
+    /// # Errors
+    /// If the text is no resolved configuration.
+    pub fn from_resolved(text: &str) -> Result<Self, toml::de::Error> {
+        toml::from_str(text)
+    }
+
     /// Seats of the drafts, ascending.
     pub fn draft_seats(&self) -> Vec<Seat> {
         self.seats(Role::Draft)

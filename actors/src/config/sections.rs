@@ -343,6 +343,18 @@ pub struct RankConfig {
 }
 
 impl RankConfig {
+    /// A rank on seat 0 of this machine's CPU.
+    pub fn new(role: Role) -> Self {
+        Self {
+            role,
+            seat: 0,
+            device: cpu(),
+            host: local(),
+            threads: 0,
+            shard: whole(),
+        }
+    }
+
     /// The seat that the rank occupies.
     pub const fn seat(&self) -> Seat {
         Seat {

@@ -433,12 +433,74 @@ fn the_resolved_form_and_json_give_the_same_value_again() {
     );
 }
 
+proptest::proptest! {
+    #[test]
+    fn the_resolved_form_keeps_every_bit_of_a_float(rate in proptest::num::f64::POSITIVE, decay in proptest::num::f64::ANY) {
+        let mut config = ClusterConfig::default();
+        config.training.learning_rate = rate;
+        config.training.step_loss_decay = if decay.is_nan() { 0.5 } else { decay };
+        let text = config.to_toml().expect("its paths are UTF-8");
+        let again = ClusterConfig::from_resolved(&text).expect("it was written so");
+        proptest::prop_assert_eq!(again, config);
+    }
+}
+
 #[test]
 fn the_default_cluster_is_right() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cluster.toml");
     let config = ClusterConfig::load(&path, [], &[""; 0]).unwrap_or_else(|error| panic!("{error}"));
-    assert_eq!(
-        (config.verifier_seats().len(), config.draft_seats().len()),
-        (1, 2)
-    );
+    assert_eq!(config.draft_seats().len(), 2);
+}
+
+#[test]
+fn the_default_cluster_names_every_key_and_the_commented_ones_show_their_default() {
+    let text = include_str!("../../../cluster.toml");
+    let mut defaults = ClusterConfig::default();
+    defaults.ranks.push(RankConfig::new(Role::Draft));
+    let defaults = serde_json::to_value(defaults).expect("plain data");
+    let mut section = "";
+    let mut named = Vec::new();
+    for line in text.lines() {
+        if let Some(header) = line.strip_prefix('[') {
+            section = header
+                .trim_start_matches('[')
+                .split(']')
+                .next()
+                .unwrap_or_default();
+        }
+        let bare = line.trim_start_matches("# ");
+        let Some(key) = bare
+            .split_once(" = ")
+            .and_then(|(name, _)| keys::find(&format!("{section}.{name}")))
+        else {
+            continue;
+        };
+        named.push(key.path);
+        let (section, name) = keys::split(key.path);
+        let values = if section == "ranks" {
+            &defaults["ranks"][0]
+        } else {
+            &defaults[section]
+        };
+        // Keys whose default depends on others show an example instead.
+        let depends = values[name].is_null() || key.path == "run.directory";
+        if bare != line && !depends {
+            let document = toml_edit::Document::parse(bare).expect("a key and its value");
+            let shown = key
+                .kind
+                .convert(key.path, document[name].as_value().expect("a value"))
+                .expect("allowed");
+            let default = toml_text(&values[name])
+                .parse::<toml_edit::Value>()
+                .expect("a TOML value");
+            let default = key.kind.convert(key.path, &default).expect("allowed");
+            assert_eq!(shown.kind, default.kind, "{} in cluster.toml", key.path);
+        }
+    }
+    let missing: Vec<_> = keys::KEYS
+        .iter()
+        .map(|key| key.path)
+        .filter(|path| !named.contains(path))
+        .collect();
+    assert!(missing.is_empty(), "cluster.toml does not name {missing:?}");
 }

@@ -1,5 +1,7 @@
 //! Numbers as a person reads them at a glance.
 
+use eaglet_runtime::ids::Epoch;
+
 /// Three digits or more with a unit prefix: `999`, `1.2k`, `34k`, `5.6M`.
 pub(crate) fn short(number: f64) -> String {
     let (mut value, mut unit) = (number, "");
@@ -51,6 +53,11 @@ pub(crate) fn duration(seconds: u64) -> String {
     }
 }
 
+/// An epoch: the launch, in its upper half, and the membership within the launch: `0.3`.
+pub(crate) fn epoch(epoch: Epoch) -> String {
+    format!("{}.{}", epoch.0 >> 32, epoch.0 & u64::from(u32::MAX))
+}
+
 /// A part of one, in per cent: `61 %`.
 pub(crate) fn percent(part: f32) -> String {
     format!("{:.0} %", part * 100.0)
@@ -84,6 +91,10 @@ mod tests {
         assert_eq!(
             [8, 192, 7500, 356_400].map(duration),
             ["8s", "3m 12s", "2h 05m", "4d 03h"]
+        );
+        assert_eq!(
+            [2, (1 << 32) + 10].map(|number| epoch(Epoch(number))),
+            ["0.2", "1.10"]
         );
         assert_eq!([0.0, 0.614, 1.0].map(percent), ["0 %", "61 %", "100 %"]);
     }

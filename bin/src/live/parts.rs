@@ -23,7 +23,7 @@ pub(super) fn panel(title: &str, area: Rect, buffer: &mut Buffer) -> Rect {
     let block = Block::bordered()
         .border_type(BorderType::Rounded)
         .border_style(Style::from(Color::DarkGray))
-        .title(Span::styled(format!(" {title} "), Modifier::BOLD));
+        .title(Span::styled(format!(" {title} "), (Color::Reset, Modifier::BOLD)));
     let inner = block.inner(area);
     block.render(area, buffer);
     inner

@@ -148,7 +148,7 @@ impl View<'_> {
             format!("{} tok/s", speed(snapshot.training_tokens_per_s)).into(),
         ];
         if area.width >= PANELS.0 {
-            right.extend(["  epoch ".dark_gray(), snapshot.epoch.to_string().into()]);
+            right.extend(["  epoch ".dark_gray(), format::epoch(snapshot.epoch).into()]);
             right.extend([
                 "  lr ".dark_gray(),
                 format!("{:.1e}", snapshot.learning_rate).into(),
@@ -318,7 +318,13 @@ impl View<'_> {
             ("full", full, Color::Reset),
             ("conditional", conditional, Color::Reset),
         ];
-        for (y, (label, cells, colour)) in (1..).zip(lines) {
+        // Where there is room, a blank line sets the two tables apart.
+        let rows = if area.height >= 8 {
+            [2, 3, 5, 6, 7]
+        } else {
+            [1, 2, 3, 4, 5]
+        };
+        for (y, (label, cells, colour)) in rows.into_iter().zip(lines) {
             let cells: String = cells.iter().map(|cell| format!("{cell:>6}")).collect();
             let line = Line::from(vec![
                 format!("{label:<12}").dark_gray(),
