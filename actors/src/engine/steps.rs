@@ -78,6 +78,11 @@ impl Engine {
                     self.begin(at);
                 }
             }
+            Phase::Closing { drained: false } if at < self.committed => {
+                // All replicas were lost at the very end: they catch up from a checkpoint first.
+                self.phase = Phase::Training;
+                self.advance_step();
+            }
             Phase::Closing { drained } => {
                 let measured = self.evaluated.as_ref().is_some_and(|(step, _)| *step == at);
                 let rows = self.held_out_rows();
