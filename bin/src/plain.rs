@@ -106,7 +106,7 @@ fn text_line(snapshot: &Snapshot) -> String {
     if snapshot.samples.quarantined > 0 {
         let _ = write!(line, "  quarantined {}", grouped(snapshot.samples.quarantined));
     }
-    if let Some(eta_s) = snapshot.eta_s {
+    if let (Some(eta_s), None) = (snapshot.eta_s, &snapshot.finished) {
         let _ = write!(line, "  eta {}", duration(eta_s));
     }
     line
