@@ -43,7 +43,9 @@ pub(super) enum ClusterMessage {
 
 /// Which proxy an attaching rank belongs to.
 #[derive(Clone, Default)]
-pub(super) struct Registry(Arc<Mutex<HashMap<(Seat, Generation), ActorRef<ProxyMessage>>>>);
+pub(super) struct Registry(Arc<Mutex<Proxies>>);
+
+type Proxies = HashMap<(Seat, Generation), ActorRef<ProxyMessage>>;
 
 impl Registry {
     /// Makes a proxy known to the gate.
@@ -51,7 +53,7 @@ impl Registry {
         self.proxies().insert((seat, generation), proxy.clone());
     }
 
-    fn proxies(&self) -> std::sync::MutexGuard<'_, HashMap<(Seat, Generation), ActorRef<ProxyMessage>>> {
+    fn proxies(&self) -> std::sync::MutexGuard<'_, Proxies> {
         // The map is never left half changed, so a poisoned lock holds a sound one.
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }

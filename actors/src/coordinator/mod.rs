@@ -155,7 +155,7 @@ pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Re
             run_directory: directory,
             log_format: options.log_format,
         },
-        config: serde_json::to_string(&config)?,
+        config: config.to_toml()?,
         registry,
         monitor,
         finished: finish,

@@ -171,9 +171,7 @@ impl Actor for Link {
         match message {
             LinkMessage::Heard(config) => {
                 state.last_heard = Instant::now();
-                if let Some(config) =
-                    config.and_then(|json| serde_json::from_str::<ClusterConfig>(&json).ok())
-                {
+                if let Some(config) = config.and_then(|text| ClusterConfig::from_resolved(&text).ok()) {
                     state.interval = config.supervision.beat_interval();
                     state.lease = config.supervision.coordinator_lease();
                 }

@@ -171,7 +171,7 @@ fn work(
         match (input, &mut worker) {
             (Input::Command(CoordinatorCommand::Quit), _) => return Ok(()),
             (Input::Command(CoordinatorCommand::Welcome { config }), slot @ None) => {
-                let config: ClusterConfig = serde_json::from_str(&config).map_err(|error| {
+                let config = ClusterConfig::from_resolved(&config).map_err(|error| {
                     RankFault::permanent(format!("the coordinator's configuration: {error}"))
                 })?;
                 let context = context(arguments, config, control.clone(), activity.clone())?;

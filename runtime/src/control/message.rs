@@ -288,7 +288,7 @@ pub enum RankEvent {
 pub enum CoordinatorCommand {
     /// Answer to [`RankEvent::Attach`].
     Welcome {
-        /// The resolved `cluster.toml`, as JSON.
+        /// The resolved `cluster.toml`.
         config: String,
     },
     /// Answer to a beat; its absence lets a rank's lease on the coordinator run out.

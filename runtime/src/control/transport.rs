@@ -112,8 +112,21 @@ impl EventStream {
     /// # Errors
     /// If the link broke or a message could not be decoded.
     pub async fn next(&mut self) -> Result<Option<RankEvent>, String> {
-        self.0.message().await.map_err(|status| status.to_string())
+        self.0
+            .message()
+            .await
+            .map_err(|status| first_line(status.message()))
     }
+}
+
+/// The part of a transport's message that a person needs.
+fn first_line(message: &str) -> String {
+    message
+        .split(['\n', ':', ';'])
+        .next()
+        .unwrap_or_default()
+        .trim()
+        .to_owned()
 }
 
 /// Decides about attaching ranks: takes over the stream, or says why not.
