@@ -37,6 +37,14 @@ pub enum ReplicaError {
     /// The configuration.
     #[error(transparent)]
     Recipe(#[from] RecipeError),
+    /// A part of the verifier that the draft computes with is no number.
+    #[error("{path}: the verifier's {tensor} holds values that are not finite; download or convert it again")]
+    NotFinite {
+        /// The verifier.
+        path: PathBuf,
+        /// Which part.
+        tensor: &'static str,
+    },
     /// The draft itself.
     #[error(transparent)]
     Draft(#[from] DraftError),
@@ -95,6 +103,16 @@ impl Replica {
             key: "draft",
             what: error.to_string(),
         })?;
+        for (tensor, values) in [
+            ("embedding", &parts.embedding),
+            ("head", &parts.head_rows),
+            ("final norm", &parts.final_norm),
+        ] {
+            if values.iter().any(|value| !value.is_finite()) {
+                let path = config.verifier.path.clone();
+                return Err(ReplicaError::NotFinite { path, tensor });
+            }
+        }
         let device = Arc::new(Cpu::new(threads)?);
         let head: Arc<[f32]> = parts.head_rows.into();
         let frozen = FrozenWeights {

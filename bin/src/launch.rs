@@ -24,6 +24,10 @@ const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 /// If the process cannot log, or has no threads or signals to work with.
 pub(crate) fn launch(arguments: &LaunchArgs, config: ClusterConfig) -> Result<Exit> {
     let is_live = !arguments.plain && io::stdout().is_terminal();
+    if let Err(error) = coordinator::prepare_directory(&config.run.directory) {
+        complain(&error.to_string());
+        return Ok(Exit::BadInput);
+    }
     logging::start(
         &config.run.directory,
         "coordinator",
@@ -35,7 +39,10 @@ pub(crate) fn launch(arguments: &LaunchArgs, config: ClusterConfig) -> Result<Ex
         .thread_name("coordinator")
         .build()
         .context("cannot start the coordinator's threads")?;
-    runtime.block_on(run(arguments, config, is_live))
+    let exit = runtime.block_on(run(arguments, config, is_live));
+    // A sample that is still being read is nobody's business any more.
+    runtime.shutdown_background();
+    exit
 }
 
 async fn run(arguments: &LaunchArgs, config: ClusterConfig, is_live: bool) -> Result<Exit> {
@@ -51,7 +58,7 @@ async fn run(arguments: &LaunchArgs, config: ClusterConfig, is_live: bool) -> Re
     let mut launched = match launched {
         Ok(launched) => launched,
         Err(error) => {
-            complain(&format!("{error:#}"));
+            complain(&one_line(&error));
             return Ok(Exit::BadInput);
         }
     };
@@ -81,11 +88,11 @@ async fn run(arguments: &LaunchArgs, config: ClusterConfig, is_live: bool) -> Re
         .context("the view ended badly")
         .and_then(|shown| shown.context("cannot show the run"))
     {
-        tracing::error!("{error:#}");
+        tracing::warn!("{}", one_line(&error));
     }
     Ok(match outcome {
         Outcome::Completed { .. } => Exit::Done,
-        Outcome::Drained { .. } => Exit::Interrupted,
+        Outcome::Drained { .. } | Outcome::Stopped => Exit::Interrupted,
         Outcome::Failed { report } => {
             // The view has said so already where both go to one terminal.
             if !(io::stdout().is_terminal() && io::stderr().is_terminal()) {
@@ -154,4 +161,20 @@ pub(crate) fn occupy(arguments: &RankArgs) -> Result<Exit> {
 pub(crate) fn complain(text: &str) {
     // If stderr is gone there is nobody left who could be told.
     let _ = writeln!(io::stderr().lock(), "eaglet: {text}");
+}
+
+/// An error and its causes in one line, without those that it quotes already.
+pub(crate) fn one_line(error: &anyhow::Error) -> String {
+    error
+        .chain()
+        .map(ToString::to_string)
+        .fold(String::new(), |line, cause| {
+            if line.is_empty() {
+                cause
+            } else if line.contains(&cause) {
+                line
+            } else {
+                format!("{line}: {cause}")
+            }
+        })
 }

@@ -92,6 +92,7 @@ fn subscriber(
             .without_time()
             .with_target(false)
             .with_ansi(io::stderr().is_terminal())
+            .with_ansi(io::stderr().is_terminal())
             .with_writer(io::stderr);
         layer.with_filter(LevelFilter::ERROR)
     });

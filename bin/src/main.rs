@@ -28,7 +28,7 @@ fn main() -> ExitCode {
         Command::LivePicture(arguments) => picture(&arguments),
     };
     let exit = result.unwrap_or_else(|error| {
-        launch::complain(&format!("{error:#}"));
+        launch::complain(&launch::one_line(&error));
         Exit::Failed
     });
     exit.into()

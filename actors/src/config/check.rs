@@ -155,7 +155,13 @@ fn samples(config: &ClusterConfig, checker: &mut Checker<'_>) {
     for (list, files) in lists {
         for (index, file) in files.iter().enumerate() {
             let path = format!("{list}[{index}]");
-            checker.rule(file.is_file(), &[&path], || {
+            checker.rule(file.is_file() || !file.exists(), &[&path], || {
+                format!(
+                    "{list}: {} is no regular file; name the .jsonl or .json file itself",
+                    file.display()
+                )
+            });
+            checker.rule(file.exists(), &[&path], || {
                 format!(
                     "{list}: there is no file {}; paths are relative to the cluster file",
                     file.display()

@@ -155,9 +155,7 @@ impl Actor for Cluster {
                     // A proxy that is gone has no process.
                     let _ = proxy.cast(ProxyMessage::Kill("stopped by the user".to_owned()));
                 }
-                state.finish(Outcome::Failed {
-                    report: "stopped by the user".to_owned(),
-                });
+                state.finish(Outcome::Stopped);
             }
         }
         Ok(())
@@ -368,19 +366,25 @@ impl ClusterState {
                 checkpoint,
                 acceptance,
             } => {
-                let length = acceptance.as_ref().and_then(Acceptance::length);
-                let length = length
-                    .map(|l| format!(", mean acceptance length {l:.2} on held-out answers"))
-                    .unwrap_or_default();
-                let place = checkpoint
-                    .as_ref()
-                    .map(|c| format!(", checkpoint in {}", c.display()))
-                    .unwrap_or_default();
-                (format!("completed{length}{place}"), checkpoint.clone())
+                let mut summary = "completed".to_owned();
+                if let Some(length) = acceptance.as_ref().and_then(Acceptance::length) {
+                    summary.push_str(&format!(
+                        ", mean acceptance length {length:.2} on held-out answers"
+                    ));
+                }
+                if let Some(folder) = checkpoint {
+                    let folder = self.arguments.host.run_directory.join(folder);
+                    summary.push_str(&format!(", checkpoint in {}", folder.display()));
+                }
+                (summary, checkpoint.clone())
             }
             Outcome::Drained { checkpoint } => (
                 "stopped as asked; the same command goes on from here".to_owned(),
                 checkpoint.clone(),
+            ),
+            Outcome::Stopped => (
+                "stopped at once; the same command goes on from the last checkpoint".to_owned(),
+                None,
             ),
             Outcome::Failed { report } => (format!("failed: {report}"), None),
         };

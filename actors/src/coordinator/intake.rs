@@ -77,6 +77,7 @@ struct Reader {
     batch: Vec<IntakeItem>,
     held_out: Vec<Vec<u32>>,
     conversations: u64,
+    refused: u64,
 }
 
 impl Reader {
@@ -88,6 +89,7 @@ impl Reader {
             batch: Vec::new(),
             held_out: Vec::new(),
             conversations: 0,
+            refused: 0,
         }
     }
 
@@ -103,6 +105,20 @@ impl Reader {
             self.read(file, Self::take)?;
         }
         self.hand_over()?;
+        if self.counts.total() == 0 {
+            let names: Vec<_> = samples
+                .files
+                .iter()
+                .map(|file| file.display().to_string())
+                .collect();
+            return Err(format!(
+                "{}: no sample can be trained ({} conversations were read, {} rows or answers quarantined); \
+                 name other files in samples.files",
+                names.join(", "),
+                self.conversations,
+                self.refused,
+            ));
+        }
         let size = self
             .arguments
             .config
@@ -214,6 +230,7 @@ impl Reader {
     }
 
     fn push(&mut self, source: SampleSource, verdict: Result<Sample, String>) -> Result<(), String> {
+        self.refused += u64::from(verdict.is_err());
         if self.arguments.already_in > 0 {
             self.arguments.already_in -= 1;
             return Ok(());

@@ -24,9 +24,9 @@ use self::cluster::{Cluster, ClusterArguments, ClusterMessage, Gate, Registry};
 use self::host::Host;
 pub use self::host::TOKEN_VARIABLE;
 use self::intake::{Intake, IntakeArguments};
-use self::monitor::{Monitor, MonitorArguments};
+use self::monitor::{Monitor, MonitorArguments, MonitorMessage};
 use crate::config::ClusterConfig;
-use crate::engine::{Engine, Event, Outcome};
+use crate::engine::{Engine, Event, Notice, Outcome};
 use crate::journal::{Journal, Record};
 use crate::monitor::Snapshot;
 use crate::recipe;
@@ -99,19 +99,40 @@ pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Re
     recipe::draft_spec(&config, files.config(), contract.aux_layers.len())?;
 
     let directory = config.run.directory.clone();
-    prepare_directory(&directory)?;
     let (journal, replay) = Journal::open(&directory.join("journal"))?;
-    if replay.cut_bytes > 0 {
-        tracing::warn!(bytes = replay.cut_bytes, "a torn tail of the journal was cut");
+    if replay.records.is_empty() {
+        refuse_orphans(&directory)?;
     }
     let mut engine = Engine::new(recipe::settings(&config, contract), &replay.records, 0)?;
+    let mut warnings = Vec::new();
+    if replay.cut_bytes > 0 {
+        warnings.push(format!(
+            "a torn tail of {} bytes was cut off the journal",
+            replay.cut_bytes
+        ));
+    }
     engine.keep_checkpoints(|known| {
-        let whole = checkpoint::verify(&known.folder);
-        if let Err(error) = &whole {
-            tracing::warn!(step = known.step.0, %error, "a checkpoint is passed over");
+        let folder = directory.join(&known.folder);
+        match checkpoint::verify(&folder) {
+            Ok(()) => true,
+            Err(error) => {
+                // Old checkpoints are removed in the course of a run; only one that is there can be damaged.
+                if folder.exists() {
+                    warnings.push(format!(
+                        "the checkpoint of step {} is passed over: {error}",
+                        known.step
+                    ));
+                }
+                false
+            }
         }
-        whole.is_ok()
     });
+    if engine.checkpoints().is_empty() && engine.committed().0 > 0 {
+        warnings.push(format!(
+            "no checkpoint is left: the {} committed steps are done again from the start",
+            engine.committed()
+        ));
+    }
     // Nothing of the directory was changed before it was clear that it belongs to this run.
     std::fs::write(directory.join("cluster.toml"), config.to_toml()?).map_err(|error| {
         anyhow::anyhow!(
@@ -141,6 +162,10 @@ pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Re
         records: &replay.records,
     })
     .await?;
+    for text in warnings {
+        // The monitor was started a moment ago.
+        let _ = monitor.cast(MonitorMessage::Notice(Notice { warning: true, text }));
+    }
     let needs_intake = !engine.is_prepared();
     let done = engine.samples_taken_in();
     let (finish, finished) = oneshot::channel();
@@ -181,7 +206,11 @@ pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Re
     })
 }
 
-fn prepare_directory(directory: &Path) -> anyhow::Result<()> {
+/// Makes the run directory with its folder of logs.
+///
+/// # Errors
+/// If it cannot be made.
+pub fn prepare_directory(directory: &Path) -> anyhow::Result<()> {
     let logs = directory.join("logs");
     std::fs::create_dir_all(&logs).map_err(|error| {
         anyhow::anyhow!(
@@ -189,6 +218,26 @@ fn prepare_directory(directory: &Path) -> anyhow::Result<()> {
             directory.display()
         )
     })
+}
+
+/// A run directory without a journal must not hold what only a journal could explain.
+fn refuse_orphans(directory: &Path) -> anyhow::Result<()> {
+    let checkpoints = CheckpointFolder::open(directory.join("checkpoints")).list()?;
+    let orphan = match checkpoints.first() {
+        Some(checkpoint) => Some(checkpoint.path.clone()),
+        None => {
+            Some(directory.join("samples.bin")).filter(|store| store.metadata().is_ok_and(|m| m.len() > 64))
+        }
+    };
+    match orphan {
+        None => Ok(()),
+        Some(orphan) => anyhow::bail!(
+            "{} is there, but the journal of its run is missing or empty; restore {} from a copy, or give run.directory \
+             another folder",
+            orphan.display(),
+            directory.join("journal").display()
+        ),
+    }
 }
 
 /// Bytes of the sample store that the journal knows of.

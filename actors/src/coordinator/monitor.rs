@@ -60,6 +60,7 @@ pub(super) struct MonitorState {
     started: Instant,
     shown: Instant,
     written: Instant,
+    directory: PathBuf,
     status: PathBuf,
     metrics: Option<File>,
     extraction: Rate,
@@ -106,6 +107,7 @@ impl Monitor {
             shown: now,
             written: now,
             status: directory.join("status.json"),
+            directory,
             metrics: Some(metrics),
             extraction: Rate::default(),
             training: Rate::default(),
@@ -180,7 +182,7 @@ impl Actor for Monitor {
                 state.snapshot.finished = Some(summary);
                 state.snapshot.phase = "finished".to_owned();
                 if let Some(checkpoint) = checkpoint {
-                    state.snapshot.checkpoint = Some(checkpoint.display().to_string());
+                    state.snapshot.checkpoint = Some(state.directory.join(checkpoint).display().to_string());
                 }
                 state.publish(true);
                 state.write_status();
@@ -226,7 +228,7 @@ impl MonitorState {
         let left = view.total_steps.saturating_sub(view.committed);
         snapshot.eta_s = (rate > 0.0).then(|| (left as f32 / rate) as u64);
         if let Some(checkpoint) = &view.checkpoint {
-            snapshot.checkpoint = Some(checkpoint.display().to_string());
+            snapshot.checkpoint = Some(self.directory.join(checkpoint).display().to_string());
         }
     }
 

@@ -187,6 +187,8 @@ pub enum Outcome {
         /// The last checkpoint.
         checkpoint: Option<PathBuf>,
     },
+    /// Ended at once on request.
+    Stopped,
     /// Given up.
     Failed {
         /// Why: the first cause, and what to do.

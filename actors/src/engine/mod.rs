@@ -27,7 +27,7 @@ mod view;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 pub use command::{Command, Event, Notice, Outcome, StepReport};
@@ -81,6 +81,9 @@ pub struct KnownCheckpoint {
 struct SampleFact {
     location: Location,
     tokens: u32,
+    /// Index of its file in `files`.
+    file: u32,
+    line: u64,
 }
 
 /// The state machine of one run.
@@ -91,6 +94,8 @@ pub struct Engine {
     outcome: Option<Outcome>,
     ledger: Ledger,
     samples: BTreeMap<SampleSeq, SampleFact>,
+    /// Names of the files that samples came from.
+    files: Vec<String>,
     next_sample: SampleSeq,
     vocabulary: Vec<u32>,
     held_out: Vec<Vec<u32>>,
@@ -107,6 +112,8 @@ pub struct Engine {
     rows: BTreeMap<RowId, RowState>,
     step_phase: StepPhase,
     evaluated: Option<(Step, Acceptance)>,
+    /// Draft seats whose held-out row the verifier refused.
+    held_out_refused: BTreeSet<u16>,
     gradient_disputes: u32,
     extracted_tokens: u64,
     launch: u32,
@@ -134,6 +141,7 @@ impl Engine {
             outcome: None,
             ledger: Ledger::default(),
             samples: BTreeMap::new(),
+            files: Vec::new(),
             next_sample: SampleSeq::default(),
             vocabulary: Vec::new(),
             held_out: Vec::new(),
@@ -149,6 +157,7 @@ impl Engine {
             rows: BTreeMap::new(),
             step_phase: StepPhase::Idle,
             evaluated: None,
+            held_out_refused: BTreeSet::new(),
             gradient_disputes: 0,
             extracted_tokens: 0,
             launch: 0,
@@ -222,8 +231,15 @@ impl Engine {
             Event::Broken { report } => self.fail(report),
             Event::Tick => self.tick(),
             Event::Drain => {
-                if matches!(self.phase, Phase::Preparing | Phase::Training) {
+                if matches!(
+                    self.phase,
+                    Phase::Preparing | Phase::Training | Phase::Closing { drained: false }
+                ) {
                     self.notice("draining: the step in flight is finished and a checkpoint written");
+                    if matches!(self.step_phase, StepPhase::Evaluating { .. }) {
+                        // Nobody waits for its result any more.
+                        self.step_phase = StepPhase::Idle;
+                    }
                     self.phase = Phase::Closing { drained: true };
                 }
             }
@@ -327,10 +343,12 @@ impl Engine {
     }
 
     fn warn(&mut self, text: impl Into<String>) {
-        self.commands.push(Command::Notice(Notice {
-            warning: true,
-            text: text.into(),
-        }));
+        // Reasons quote what stands in files: nothing of it may steer a terminal or break a line.
+        let text = text
+            .into()
+            .replace(|c: char| c.is_control() && c != '\n', "\u{fffd}");
+        self.commands
+            .push(Command::Notice(Notice { warning: true, text }));
     }
 
     /// Gives the run up; the first cause stands.

@@ -31,7 +31,7 @@ impl Engine {
         trained_tokens: u32,
     ) {
         let sample = self.next_sample;
-        self.admit_sample(sample, location, tokens);
+        self.admit_sample(sample, &source, location, tokens);
         self.append(
             Record::Accepted {
                 sample,
@@ -50,7 +50,7 @@ impl Engine {
         let name = source
             .id
             .as_ref()
-            .map(|id| format!(" ({id})"))
+            .map(|id| format!(" ({})", id.escape_debug()))
             .unwrap_or_default();
         self.warn(format!(
             "quarantined {}:{}{name}: {reason}",
@@ -66,8 +66,30 @@ impl Engine {
         );
     }
 
-    pub(super) fn admit_sample(&mut self, sample: SampleSeq, location: Location, tokens: u32) {
-        self.samples.insert(sample, SampleFact { location, tokens });
+    pub(super) fn admit_sample(
+        &mut self,
+        sample: SampleSeq,
+        source: &SampleSource,
+        location: Location,
+        tokens: u32,
+    ) {
+        // Samples come file by file, so the last name is nearly always the right one.
+        let file = match self.files.iter().rposition(|name| *name == source.file) {
+            Some(index) => index,
+            None => {
+                self.files.push(source.file.clone());
+                self.files.len() - 1
+            }
+        } as u32;
+        self.samples.insert(
+            sample,
+            SampleFact {
+                location,
+                tokens,
+                file,
+                line: source.line,
+            },
+        );
         self.next_sample = sample.next();
         for pass in 0..self.settings.passes {
             let unit = Unit { pass, sample };
@@ -119,6 +141,16 @@ impl Engine {
             vocabulary.len(),
             100.0 * coverage,
         ));
+        if self.held_out.is_empty() {
+            self.notice(
+                "no held-out prompt: acceptance is not measured (samples.held_out, samples.held_out_every)",
+            );
+        } else if self.held_out_rows().is_empty() {
+            self.warn(
+                "no held-out prompt fits with its answer: acceptance is not measured (training.max_new_tokens, \
+                 training.tokens_per_row, samples.held_out_rows)",
+            );
+        }
         self.append(
             Record::Prepared {
                 vocabulary,
@@ -181,6 +213,12 @@ impl Engine {
         }
         self.plans.steps.insert(step, rows);
         self.plans.next = step.next();
+    }
+
+    /// File and line of a sample.
+    pub(super) fn place_of(&self, fact: &SampleFact) -> String {
+        let file = self.files.get(fact.file as usize).map_or("", String::as_str);
+        format!("{file}:{}", fact.line)
     }
 
     /// The units of a draft seat's row.

@@ -67,6 +67,7 @@ impl Engine {
             }
             Record::Accepted {
                 sample,
+                source,
                 location,
                 tokens,
                 ..
@@ -77,7 +78,7 @@ impl Engine {
                         self.next_sample
                     )));
                 }
-                self.admit_sample(*sample, *location, *tokens);
+                self.admit_sample(*sample, source, *location, *tokens);
             }
             Record::Refused { sample, .. } => self.turn_away_sample(*sample),
             Record::Prepared {

@@ -207,7 +207,9 @@ impl Engine {
     ) {
         self.seats.get_mut(verifier).leases.remove(&row);
         let RowId::Train { step, seat } = row else {
-            self.fail(format!("a held-out answer cannot be used: {reason}"));
+            if self.held_out_refused.insert(row.seat()) {
+                self.warn(format!("the {row} is not evaluated: {reason}"));
+            }
             return;
         };
         if !matches!(self.rows.get(&row), Some(RowState::Leased { .. })) {
@@ -229,8 +231,13 @@ impl Engine {
         self.move_units(step, seat, UnitState::Pending);
         self.rows.insert(row, RowState::Waiting);
         self.quarantine(step, unit);
+        let place = self
+            .samples
+            .get(&unit.sample)
+            .map(|fact| self.place_of(fact))
+            .unwrap_or_default();
         self.warn(format!(
-            "quarantined sample {} in pass {}: {reason}",
+            "quarantined {place} (sample {}, pass {}): {reason}",
             unit.sample, unit.pass
         ));
         self.append(
@@ -330,6 +337,7 @@ impl Engine {
     /// The held-out rows of all seats that have prompts.
     pub(super) fn held_out_rows(&self) -> Vec<RowId> {
         (0..self.settings.draft_seats)
+            .filter(|seat| !self.held_out_refused.contains(seat))
             .filter(|&seat| !self.held_out_prompts(seat).is_empty())
             .map(|seat| RowId::HeldOut { seat })
             .collect()

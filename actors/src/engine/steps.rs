@@ -158,7 +158,7 @@ impl Engine {
             self.history.retain(|&step, _| step >= keep);
             self.plans.steps.retain(|&step, _| step >= keep);
         }
-        self.notice(format!("checkpoint of step {step} in {}", folder.display()));
+        self.notice(format!("checkpoint of step {step} is written"));
         self.append(Record::Checkpointed { step, state, folder }, true);
         if matches!(self.step_phase, StepPhase::Saving { .. }) {
             self.step_phase = StepPhase::Idle;
@@ -217,6 +217,13 @@ impl Engine {
                 return;
             }
             with_row.insert(seat.index);
+        }
+        if with_row.is_empty() {
+            self.fail(format!(
+                "the verifier refused every sample of step {step}; look at its weights, at verifier.path, and at the reasons \
+                 above"
+            ));
+            return;
         }
         let epoch = self.epoch;
         for seat in seats {

@@ -2,6 +2,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use eaglet_runtime::wire;
@@ -228,8 +229,8 @@ fn read_records(path: &Path, file: &File, size: u64) -> Result<(Vec<Record>, u64
         };
         match fault {
             None => offset = end,
-            // The very last record may hold blocks that never reached the disk.
-            Some(_) if end == size => break,
+            // The very last record may hold blocks that never reached the disk, and so may what follows the last one.
+            Some(_) if end == size || is_zero_from(file, offset, size).map_err(wrong)? => break,
             Some(what) => {
                 return Err(JournalError::Corrupt {
                     path: path.to_owned(),
@@ -240,6 +241,20 @@ fn read_records(path: &Path, file: &File, size: u64) -> Result<(Vec<Record>, u64
         }
     }
     Ok((records, offset))
+}
+
+/// Whether a file holds nothing but zeros from an offset on.
+fn is_zero_from(file: &File, mut offset: u64, size: u64) -> io::Result<bool> {
+    let mut block = [0; 4096];
+    while offset < size {
+        let length = block.len().min((size - offset) as usize);
+        file.read_exact_at(&mut block[..length], offset)?;
+        if block[..length].iter().any(|&byte| byte != 0) {
+            return Ok(false);
+        }
+        offset += length as u64;
+    }
+    Ok(true)
 }
 
 #[cfg(test)]
@@ -287,6 +302,20 @@ mod tests {
             assert_eq!(replay.records.len() as u64, kept + 1);
             assert_eq!(replay.cut_bytes, 0);
         }
+    }
+
+    #[test]
+    fn journal_1_zeros_behind_the_last_record_are_a_torn_tail() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("journal");
+        written(&path, 3);
+        let whole = std::fs::read(&path).expect("readable");
+        let mut longer = whole.clone();
+        longer.resize(whole.len() + 9000, 0);
+        std::fs::write(&path, &longer).expect("writable");
+        let (_, replay) = Journal::open(&path).expect("zeros at the end are no error");
+        assert_eq!((replay.records.len(), replay.cut_bytes), (3, 9000));
+        assert_eq!(std::fs::read(&path).expect("readable"), whole);
     }
 
     #[test]

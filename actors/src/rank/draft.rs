@@ -1,6 +1,7 @@
 //! A draft rank: holds a replica, computes its seat's gradient, takes part in the sum, applies what was committed.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use eaglet_runtime::checkpoint::CheckpointFolder;
 use eaglet_runtime::collective::SeatOrderedReduce;
@@ -110,6 +111,10 @@ impl DraftWorker {
                 let folder = replica
                     .save(&self.checkpoints, keep)
                     .map_err(RankFault::permanent)?;
+                let folder = folder
+                    .strip_prefix(&self.context.run_directory)
+                    .map(Path::to_owned)
+                    .unwrap_or(folder);
                 self.context.say(RankEvent::Checkpointed {
                     step: replica.step(),
                     folder,
@@ -134,7 +139,11 @@ impl DraftWorker {
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         match origin {
             DraftOrigin::Initial => replica.initialise(self.context.config.run.seed),
-            DraftOrigin::Checkpoint(folder) => replica.load(&folder).map_err(RankFault::permanent)?,
+            DraftOrigin::Checkpoint(folder) => {
+                // Relative to the run directory, which may have been moved.
+                let folder = self.context.run_directory.join(folder);
+                replica.load(&folder).map_err(RankFault::permanent)?;
+            }
             DraftOrigin::Peer(donor) => {
                 self.donor = Some(donor);
                 for message in std::mem::take(&mut self.early_states) {

@@ -80,35 +80,42 @@ impl VerifierWorker {
         }
     }
 
+    /// Answers held-out prompts and extracts them; a prompt with states that are not finite is left out.
     fn extract_held_out(&mut self, request: HeldOutRequest) -> Result<(), RankFault> {
         let HeldOutRequest {
             row,
-            prompts,
+            mut prompts,
             max_new_tokens,
             destination,
         } = request;
-        self.context.enter(Activity::Generating);
         let dtype = self.context.config.verifier.hidden_dtype;
-        let loaded = self.loaded()?;
-        let answers = loaded
-            .verifier
-            .generate(&prompts, max_new_tokens, &loaded.stop_ids)
-            .map_err(RankFault::passing)?;
-        let mut content = PackedRow::default();
-        for (prompt, answer) in prompts.into_iter().zip(answers) {
-            let mut loss_mask = vec![0; prompt.len()];
-            loss_mask.resize(prompt.len() + answer.len(), 1);
-            let mut tokens = prompt;
-            tokens.extend(answer);
-            content.push(&Sample { tokens, loss_mask });
+        while !prompts.is_empty() {
+            self.context.enter(Activity::Generating);
+            let loaded = self.loaded()?;
+            let extracted = loaded
+                .verifier
+                .generate(&prompts, max_new_tokens, &loaded.stop_ids)
+                .and_then(|answers| {
+                    let content = packed(&prompts, answers);
+                    let hidden = loaded.verifier.extract(&content, dtype)?;
+                    Ok((content, hidden))
+                });
+            match extracted {
+                Ok((content, hidden)) => return self.hand_over(row, content, hidden, destination),
+                Err(VerifierError::NonFinite { document, layer }) if document < prompts.len() => {
+                    tracing::warn!(%row, prompt = document, layer, "a held-out prompt has states that are not finite");
+                    prompts.remove(document);
+                }
+                Err(error) => return Err(RankFault::passing(error)),
+            }
         }
-        self.context.enter(Activity::Extracting);
-        let hidden = self
-            .loaded()?
-            .verifier
-            .extract(&content, dtype)
-            .map_err(RankFault::passing)?;
-        self.hand_over(row, content, hidden, destination)
+        let reason = "no held-out prompt has finite hidden states".to_owned();
+        self.context.say(RankEvent::BadSample {
+            row,
+            unit: None,
+            reason,
+        });
+        Ok(())
     }
 
     fn hand_over(
@@ -189,6 +196,19 @@ impl VerifierWorker {
             .as_mut()
             .ok_or_else(|| RankFault::passing("asked to extract before the verifier was loaded"))
     }
+}
+
+/// Prompts with their answers, one document each; the answers are what is looked at.
+fn packed(prompts: &[Vec<u32>], answers: Vec<Vec<u32>>) -> PackedRow {
+    let mut row = PackedRow::default();
+    for (prompt, answer) in prompts.iter().zip(answers) {
+        let mut loss_mask = vec![0; prompt.len()];
+        loss_mask.resize(prompt.len() + answer.len(), 1);
+        let mut tokens = prompt.clone();
+        tokens.extend(answer);
+        row.push(&Sample { tokens, loss_mask });
+    }
+    row
 }
 
 impl Worker for VerifierWorker {

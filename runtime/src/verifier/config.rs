@@ -55,6 +55,9 @@ pub enum ConfigError {
     },
 }
 
+/// Most decoder layers of a verifier; no known one has a fifth of them.
+const MAX_LAYERS: usize = 1000;
+
 /// Everything that decides a verifier's tensors and its forward pass.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VerifierConfig {
@@ -188,7 +191,7 @@ impl VerifierConfig {
                 .to_owned(),
             hidden_size,
             intermediate_size: keys.required_count("intermediate_size"),
-            layers: keys.required_count("num_hidden_layers"),
+            layers: layers(keys),
             heads,
             kv_heads,
             head_dim,
@@ -289,4 +292,14 @@ fn rope_scaling(keys: &Keys<'_>) -> RopeScaling {
             RopeScaling::None
         }
     }
+}
+
+/// Number of layers. The bound keeps a slip of the finger from asking for a billion tensors.
+fn layers(keys: &Keys<'_>) -> usize {
+    let layers = keys.required_count("num_hidden_layers");
+    if layers > MAX_LAYERS {
+        keys.unsupported("num_hidden_layers", format!("1 to {MAX_LAYERS}"));
+        return 1;
+    }
+    layers
 }
