@@ -348,6 +348,50 @@ fn a_full_vocabulary_needs_no_maps() {
 }
 
 #[test]
+fn a_large_tensor_is_rounded_in_all_its_parts() {
+    // 192,000 values are more than are rounded at a time.
+    let spec = DraftSpec {
+        vocab_size: 3000,
+        draft_vocab_size: 3000,
+        ..default_spec()
+    };
+    let config = DraftConfig::new(spec, default_info()).expect("a configuration");
+    let values = |count: usize| -> Vec<f32> { (0..count).map(|i| (i as f32 - 1e5) * 1.000_7e-5).collect() };
+    let tensors = tensor_table(config.spec()).into_iter().map(|(name, shape)| {
+        let count = shape.iter().product();
+        (name, (shape, values(count)))
+    });
+    let mut weights = Weights {
+        tensors: tensors.collect(),
+        d2t: None,
+        t2d: None,
+    };
+    let folder = tempfile::tempdir().expect("a folder");
+    weights.export(folder.path(), &config).expect("an export");
+    let draft = load(folder.path()).expect("a checkpoint");
+    assert_eq!(draft.tensors.len(), weights.tensors.len());
+    for (name, tensor) in &draft.tensors {
+        let (shape, values) = &weights.tensors[name];
+        assert_eq!(&tensor.shape, shape, "{name}");
+        let rounded: Vec<f32> = values
+            .iter()
+            .map(|value| half::bf16::from_f32(*value).to_f32())
+            .collect();
+        assert_eq!(tensor.values, rounded, "{name}");
+    }
+    let embedding = weights
+        .tensors
+        .get_mut("embed_tokens.weight")
+        .expect("every draft has it");
+    embedding.1[150_001] = f32::NEG_INFINITY;
+    let message = weights
+        .export(folder.path(), &config)
+        .expect_err("a diverged draft")
+        .to_string();
+    assert!(message.contains("holds -inf at index 150001"), "{message}");
+}
+
+#[test]
 fn fc_norms_and_four_aux_layers_have_their_tensors() {
     let spec = DraftSpec {
         norm_before_fc: false,
