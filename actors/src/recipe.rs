@@ -2,11 +2,13 @@
 
 use eaglet_runtime::checkpoint::ExportInfo;
 use eaglet_runtime::contract::Contract;
-use eaglet_runtime::digest::{Digest, Digester};
+use eaglet_runtime::digest::Digest;
 use eaglet_runtime::draft::{DraftSpec, TrainingSpec};
 use eaglet_runtime::optimizer::AdamWSpec;
 use eaglet_runtime::samples::{ChatTokenizer, TokenizerError};
 use eaglet_runtime::verifier::{VerifierConfig, VerifierError, VerifierFiles};
+
+use serde_json::Value;
 
 use crate::config::{ClusterConfig, Schedule};
 use crate::engine::{Fall, LearningRate, RestartPolicy, Settings};
@@ -197,28 +199,48 @@ pub fn export_info(config: &ClusterConfig, verifier: &VerifierConfig, aux_layers
     }
 }
 
-/// Digest of the parts of a configuration that decide the weights: a run may go on under another name, on other devices
-/// with other deadlines or evaluations, but not with other mathematics or data.
-pub fn digest(config: &ClusterConfig) -> Digest {
+/// The parts of a configuration that decide the weights: a run may go on under another name, on other devices or with
+/// other deadlines or evaluations, but not with other mathematics or data.
+fn decisive(config: &ClusterConfig) -> Result<Value, serde_json::Error> {
     // What only measures decides nothing.
     let mut training = config.training.clone();
     (training.evaluate_every_steps, training.max_new_tokens) = (0, 0);
     let mut samples = config.samples.clone();
     samples.held_out.clear();
     samples.held_out_rows = 0;
-    let mut digester = Digester::new();
-    for part in [
-        serde_json::to_string(&config.verifier.aux_layers),
-        serde_json::to_string(&config.draft),
-        serde_json::to_string(&training),
-        serde_json::to_string(&samples),
-        serde_json::to_string(&config.run.seed),
-        serde_json::to_string(&config.draft_seats()),
-    ] {
-        // Plain structs of numbers, texts and paths; a path that is no UTF-8 has no digest and no second launch.
-        digester.part(part.unwrap_or_default().as_bytes());
+    Ok(serde_json::json!({
+        "run": { "seed": config.run.seed },
+        "verifier": { "aux_layers": config.verifier.aux_layers },
+        "draft": serde_json::to_value(&config.draft)?,
+        "training": serde_json::to_value(training)?,
+        "samples": serde_json::to_value(samples)?,
+        "ranks": { "draft": config.draft_seats().len() },
+    }))
+}
+
+/// Digest of the parts of a configuration that decide the weights.
+pub fn digest(config: &ClusterConfig) -> Digest {
+    // Plain structs of numbers and texts; a path that is no UTF-8 has no digest and no second launch.
+    let decisive = decisive(config)
+        .map(|value| value.to_string())
+        .unwrap_or_default();
+    Digest::of(decisive.as_bytes())
+}
+
+/// Keys that decide the weights and differ between two configurations, as `section.key`.
+pub fn differing_keys(one: &ClusterConfig, other: &ClusterConfig) -> Vec<String> {
+    let (Ok(Value::Object(one)), Ok(other)) = (decisive(one), decisive(other)) else {
+        return Vec::new();
+    };
+    let mut keys = Vec::new();
+    for (section, values) in &one {
+        for (key, value) in values.as_object().into_iter().flatten() {
+            if *value != other[section][key] {
+                keys.push(format!("{section}.{key}"));
+            }
+        }
     }
-    digester.finish()
+    keys
 }
 
 /// What the engine must know.

@@ -228,7 +228,11 @@ fn an_empty_dataset_ends_the_run_with_the_key_that_names_it() {
     std::fs::write(&empty, "").expect("the temporary folder is writable");
     let directory = folder.path().join("run");
     let finished = launch(&directory, &[&format!("samples.files=[{}]", quoted(&empty))]);
-    failed(&directory, &finished, &["nothing to train", "samples.files"]);
+    failed(
+        &directory,
+        &finished,
+        &["empty.jsonl: no sample can be trained", "samples.files"],
+    );
 }
 
 #[test]

@@ -119,6 +119,10 @@ fn a_drained_run_goes_on_to_the_same_weights() {
     let finished = cluster.finish();
     assert_eq!(finished.status.code(), Some(130), "{finished:#?}");
     assert_eq!(processes_of(&directory), Vec::<u32>::new());
+    // A run directory may move.
+    let moved = folder.path().join("moved");
+    std::fs::rename(&directory, &moved).expect("a free name");
+    let directory = moved;
     let finished = Cluster::launch(&directory, SETS).finish();
     completed(&finished);
     ledger_adds_up(&directory);
@@ -130,9 +134,16 @@ fn a_drained_run_goes_on_to_the_same_weights() {
     let finished = Cluster::launch(&directory, &sets).finish();
     assert_eq!(finished.status.code(), Some(2), "{finished:#?}");
     assert!(
-        finished.errors.contains("start a new run directory"),
+        finished.errors.contains("training.learning_rate differ"),
         "{finished:#?}"
     );
+    same_weights(&quiet, &directory);
+
+    // Without its journal nobody knows what the directory holds.
+    std::fs::rename(directory.join("journal"), folder.path().join("journal")).expect("a free name");
+    let finished = Cluster::launch(&directory, SETS).finish();
+    assert_eq!(finished.status.code(), Some(2), "{finished:#?}");
+    assert!(finished.errors.contains("journal"), "{finished:#?}");
     same_weights(&quiet, &directory);
 }
 

@@ -308,7 +308,7 @@ fn folders_and_files_must_exist() {
             "cluster.toml:6: verifier.aux_layers = [3, 3] must name at least one layer, ascending and without repeats",
             "cluster.toml:11: samples.files: there is no file gone.jsonl; paths are relative to the cluster file",
             "cluster.toml:12: samples.files: chats.jsonl is samples.files[0] already; name each file once",
-            "cluster.toml:14: samples.held_out: there is no file verifier; paths are relative to the cluster file",
+            "cluster.toml:14: samples.held_out: verifier is no regular file; name the .jsonl or .json file itself",
             "cluster.toml:15: samples.held_out_every = 1 holds every sample out; take 2 or more, or 0 to hold none out",
             "cluster.toml:15: samples.held_out_every is for runs without samples.held_out; drop one of them",
         ]

@@ -26,7 +26,7 @@ pub use self::host::TOKEN_VARIABLE;
 use self::intake::{Intake, IntakeArguments};
 use self::monitor::{Monitor, MonitorArguments, MonitorMessage};
 use crate::config::ClusterConfig;
-use crate::engine::{Engine, Event, Notice, Outcome};
+use crate::engine::{Engine, Event, Notice, Outcome, ReplayError};
 use crate::journal::{Journal, Record};
 use crate::monitor::Snapshot;
 use crate::recipe;
@@ -103,7 +103,8 @@ pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Re
     if replay.records.is_empty() {
         refuse_orphans(&directory)?;
     }
-    let mut engine = Engine::new(recipe::settings(&config, contract), &replay.records, 0)?;
+    let mut engine = Engine::new(recipe::settings(&config, contract), &replay.records, 0)
+        .map_err(|error| explain(error, &directory, &config))?;
     let mut warnings = Vec::new();
     if replay.cut_bytes > 0 {
         warnings.push(format!(
@@ -218,6 +219,24 @@ pub fn prepare_directory(directory: &Path) -> anyhow::Result<()> {
             directory.display()
         )
     })
+}
+
+/// Names the keys in which a refused configuration differs from that of the run directory.
+fn explain(error: ReplayError, directory: &Path, config: &ClusterConfig) -> anyhow::Error {
+    let before = std::fs::read_to_string(directory.join("cluster.toml"))
+        .ok()
+        .and_then(|text| ClusterConfig::from_resolved(&text).ok());
+    let keys = before
+        .map(|before| recipe::differing_keys(&before, config))
+        .unwrap_or_default();
+    match (&error, keys.is_empty()) {
+        (ReplayError::OtherRun { .. }, false) => anyhow::anyhow!(
+            "{}: {} differ from what its run was started with; set them back, or start a new run directory",
+            directory.display(),
+            keys.join(", ")
+        ),
+        _ => error.into(),
+    }
 }
 
 /// A run directory without a journal must not hold what only a journal could explain.
