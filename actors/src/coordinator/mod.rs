@@ -1,7 +1,7 @@
 //! The coordinator process: launches the ranks, carries the engine's commands, keeps the journal.
 //!
-//! Actors: [`cluster`] is the root and owns engine and journal; [`proxy`] stands for one rank each; [`intake`] reads
-//! samples; [`monitor`] tells people. [`host`] starts and reaps processes.
+//! Actors: `cluster` is the root and owns engine and journal; `proxy` stands for one rank each; `intake` reads
+//! samples; `monitor` tells people. `host` starts and reaps processes.
 
 mod cluster;
 mod host;

@@ -10,8 +10,8 @@
 //! - ORDER: the batch of a step depends only on the journal ([`Record::Planned`] precedes its use).
 //! - SAME: all replicas hold the same digest at the same step, or the step is not committed.
 //!
-//! Files: [`seats`] who sits where, [`group`] when the draft replicas form an epoch, [`router`] which row goes where,
-//! [`steps`] begin, stage, commit, [`ledger`] the account, [`replay`] the state that a journal implies.
+//! Files: `seats` who sits where, `group` when the draft replicas form an epoch, `router` which row goes where,
+//! `steps` begin, stage, commit, [`ledger`] the account, `replay` the state that a journal implies.
 
 mod command;
 mod group;

@@ -215,12 +215,16 @@ impl Engine {
         if !matches!(self.rows.get(&row), Some(RowState::Leased { .. })) {
             return;
         }
-        let Some(unit) = unit.filter(|unit| self.row_units(step, seat).contains(unit)) else {
+        let Some(unit) = unit else {
             self.fail(format!(
                 "{verifier} refused the {row} without naming one of its samples: {reason}"
             ));
             return;
         };
+        if !self.row_units(step, seat).contains(&unit) {
+            // The answer to an older lease of the row; the sample was taken out of it when another one said so.
+            return;
+        }
         if step < self.committed {
             self.fail(format!(
                 "sample {} was trained before and is refused now: {reason}",

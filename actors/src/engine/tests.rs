@@ -134,6 +134,10 @@ struct World {
     outcome: Option<Outcome>,
     kills: u32,
     crashes: u32,
+    /// The verifiers refuse held-out rows.
+    refuses_held_out: bool,
+    /// The verifiers refuse this sample of this pass wherever it is, or all of them.
+    refuses: Option<fn(Unit) -> bool>,
 }
 
 impl World {
@@ -156,6 +160,8 @@ impl World {
             outcome: None,
             kills: 0,
             crashes: 0,
+            refuses_held_out: false,
+            refuses: None,
         };
         world.launch();
         world
@@ -455,6 +461,18 @@ impl World {
                     .push_back(RankEvent::VerifierReady { contract: contract() });
             }
             CoordinatorCommand::Extract(extraction) => {
+                let bad = self
+                    .refuses
+                    .and_then(|refuses| extraction.units.iter().copied().find(|&unit| refuses(unit)));
+                if bad.is_some() {
+                    let reason = "not finite".to_owned();
+                    rank.outbox.push_back(RankEvent::BadSample {
+                        row: extraction.row,
+                        unit: bad,
+                        reason,
+                    });
+                    return;
+                }
                 let (row, to) = (extraction.row, extraction.destination);
                 rank.outbox.push_back(RankEvent::Extracted {
                     row,
@@ -466,6 +484,15 @@ impl World {
                 }
             }
             CoordinatorCommand::ExtractHeldOut(request) => {
+                if self.refuses_held_out {
+                    let reason = "not finite".to_owned();
+                    rank.outbox.push_back(RankEvent::BadSample {
+                        row: request.row,
+                        unit: None,
+                        reason,
+                    });
+                    return;
+                }
                 let (row, to) = (request.row, request.destination);
                 rank.outbox.push_back(RankEvent::Extracted {
                     row,
@@ -718,6 +745,56 @@ fn both_together_change_nothing_about_the_weights() {
         kills > 50 && crashes > 30,
         "only {kills} kills and {crashes} crashes"
     );
+}
+
+#[test]
+fn a_refused_held_out_row_is_not_waited_for() {
+    let mut world = World::new(1, 0, 0);
+    world.refuses_held_out = true;
+    let finished = world.run();
+    assert!(
+        matches!(finished.outcome, Outcome::Completed { acceptance: None, .. }),
+        "{:?}",
+        finished.outcome
+    );
+    assert_eq!(finished.weights, quiet().weights);
+}
+
+#[test]
+fn a_refused_sample_is_quarantined_and_everything_else_is_trained() {
+    let bad: fn(Unit) -> bool = |unit| unit.sample.0 % 20 == 3 && unit.pass == 1;
+    let run = |seed, kill_one_in, crash_one_in| {
+        let mut world = World::new(seed, kill_one_in, crash_one_in);
+        world.refuses = Some(bad);
+        world.run()
+    };
+    let expected: BTreeSet<Unit> = quiet().trained.into_iter().filter(|&unit| !bad(unit)).collect();
+    let calm = run(1, 0, 0);
+    assert_eq!(calm.trained, expected);
+    for seed in 400..420 {
+        let finished = run(seed, 90, 900);
+        assert!(
+            matches!(finished.outcome, Outcome::Completed { .. }),
+            "seed {seed}: {:?}",
+            finished.outcome
+        );
+        assert_eq!(finished.weights, calm.weights, "seed {seed}");
+        assert!(finished.trained == expected, "seed {seed}");
+    }
+}
+
+#[test]
+fn a_verifier_that_refuses_everything_ends_the_run() {
+    let mut world = World::new(1, 0, 0);
+    world.refuses = Some(|_| true);
+    world.take_in();
+    while world.outcome.is_none() {
+        world.step();
+    }
+    match world.outcome {
+        Some(Outcome::Failed { report }) => assert!(report.contains("refused every sample"), "{report}"),
+        other => panic!("{other:?}"),
+    }
 }
 
 #[test]
