@@ -1,4 +1,4 @@
-//! The engine against a fake cluster: ranks, links, journal and disk in one thread, every choice from a seed.
+//! A fake cluster around the engine: ranks, links, journal and disk in one thread, every choice from a seed.
 //!
 //! Ranks keep the protocol; the world does not: it kills ranks, duplicates what they say, holds messages back, and
 //! kills the coordinator between any two commands. After every event LEDGER, ONCE and FENCE are checked; at the end the
@@ -7,84 +7,14 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
 
-use eaglet_runtime::contract::{Contract, HiddenDtype};
 use eaglet_runtime::control::{Acceptance, CoordinatorCommand, DraftOrigin, Member, RankEvent, SeatMetrics};
 use eaglet_runtime::digest::Digest;
-use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Step, Unit};
+use eaglet_runtime::ids::{Epoch, Generation, RowId, Seat, Step, Unit};
 use eaglet_runtime::samples::Location;
 
-use super::{Command, Engine, Event, Fall, LearningRate, Outcome, RestartPolicy, Settings};
+use super::setup::{DRAFTS, Dice, SAMPLES, contract, settings};
+use crate::engine::{Command, Engine, Event, Outcome};
 use crate::journal::{Record, SampleSource};
-
-const DRAFTS: u16 = 3;
-const VERIFIERS: u16 = 2;
-const SAMPLES: u64 = 60;
-
-fn settings() -> Settings {
-    Settings {
-        draft_seats: DRAFTS,
-        verifier_seats: VERIFIERS,
-        contract: contract(),
-        recipe: Digest::of(b"recipe"),
-        tokens_per_row: 100,
-        passes: 2,
-        step_limit: None,
-        prefetch_steps: 3,
-        evaluate_every_steps: 5,
-        max_new_tokens: 8,
-        held_out_rows: 4,
-        checkpoint_every_steps: 4,
-        learning_rate: LearningRate {
-            peak: 1e-3,
-            warmup_ratio: 0.1,
-            fall: Fall::Linear,
-        },
-        suspect_after_ms: 1_000,
-        dead_after_ms: 2_000,
-        attach_timeout_ms: 30_000,
-        load_timeout_ms: 60_000,
-        step_timeout_ms: 60_000,
-        leave_timeout_ms: 10_000,
-        restarts: RestartPolicy {
-            max_restarts: u32::MAX,
-            window_ms: 60_000,
-            backoff_initial_ms: 10,
-            backoff_max_ms: 100,
-        },
-    }
-}
-
-fn contract() -> Contract {
-    Contract {
-        verifier: Digest::of(b"verifier"),
-        aux_layers: vec![2, 3, 5],
-        hidden_size: 8,
-        dtype: HiddenDtype::Bf16,
-        tokenizer: Digest::of(b"tokenizer"),
-        template: Digest::of(b"template"),
-    }
-}
-
-/// SplitMix64: all the randomness of a schedule.
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, n: usize) -> usize {
-        (self.roll() % n.max(1) as u64) as usize
-    }
-
-    fn one_in(&mut self, n: u64) -> bool {
-        n > 0 && self.roll().is_multiple_of(n)
-    }
-}
 
 #[derive(Default)]
 struct FakeRank {
@@ -116,7 +46,7 @@ enum Bulk {
 /// Contributions to the sums, as (epoch, step) → seat → units.
 type Board = BTreeMap<(Epoch, Step), BTreeMap<u16, Vec<Unit>>>;
 
-struct World {
+pub(super) struct World {
     seed: u64,
     dice: Dice,
     /// Kills are one in so many deliveries; 0 is none.
@@ -131,17 +61,17 @@ struct World {
     board: Board,
     trained: BTreeMap<Unit, Step>,
     now_ms: u64,
-    outcome: Option<Outcome>,
+    pub(super) outcome: Option<Outcome>,
     kills: u32,
     crashes: u32,
     /// The verifiers refuse held-out rows.
-    refuses_held_out: bool,
+    pub(super) refuses_held_out: bool,
     /// The verifiers refuse this sample of this pass wherever it is, or all of them.
-    refuses: Option<fn(Unit) -> bool>,
+    pub(super) refuses: Option<fn(Unit) -> bool>,
 }
 
 impl World {
-    fn new(seed: u64, kill_one_in: u64, crash_one_in: u64) -> Self {
+    pub(super) fn new(seed: u64, kill_one_in: u64, crash_one_in: u64) -> Self {
         let engine = Engine::new(settings(), &[], 0).expect("an empty journal contradicts nothing");
         let mut world = Self {
             seed,
@@ -301,7 +231,7 @@ impl World {
         }
     }
 
-    fn take_in(&mut self) {
+    pub(super) fn take_in(&mut self) {
         for line in self.engine.samples_taken_in()..SAMPLES {
             let crashes = self.crashes;
             let source = SampleSource {
@@ -345,7 +275,7 @@ impl World {
     }
 
     /// One thing happens somewhere.
-    fn step(&mut self) {
+    pub(super) fn step(&mut self) {
         self.now_ms += 5;
         if self.dice.one_in(10) {
             self.feed(Event::Tick);
@@ -622,7 +552,7 @@ impl World {
     }
 
     /// Runs to the end; the last part without faults, so that it must come.
-    fn run(mut self) -> Finished {
+    pub(super) fn run(mut self) -> Finished {
         self.take_in();
         for turn in 0.. {
             if self.outcome.is_some() {
@@ -682,198 +612,10 @@ impl FakeRank {
     }
 }
 
-struct Finished {
-    outcome: Outcome,
-    weights: (Step, Digest),
-    trained: BTreeSet<Unit>,
-    kills: u32,
-    crashes: u32,
-}
-
-fn quiet() -> Finished {
-    World::new(1, 0, 0).run()
-}
-
-#[test]
-fn the_quiet_run_trains_every_accepted_sample_in_every_pass() {
-    let finished = quiet();
-    assert!(matches!(
-        finished.outcome,
-        Outcome::Completed {
-            acceptance: Some(_),
-            ..
-        }
-    ));
-    let refused = (0..SAMPLES).filter(|line| line % 13 == 7).count() as u64;
-    assert_eq!(finished.trained.len() as u64, 2 * (SAMPLES - refused));
-}
-
-fn same_as_quiet(seeds: std::ops::Range<u64>, kill_one_in: u64, crash_one_in: u64) -> (u32, u32) {
-    let quiet = quiet();
-    let (mut kills, mut crashes) = (0, 0);
-    for seed in seeds {
-        let finished = World::new(seed, kill_one_in, crash_one_in).run();
-        assert!(
-            matches!(finished.outcome, Outcome::Completed { .. }),
-            "seed {seed}: {:?}",
-            finished.outcome
-        );
-        assert_eq!(finished.weights, quiet.weights, "seed {seed}");
-        assert_eq!(finished.trained, quiet.trained, "seed {seed}");
-        kills += finished.kills;
-        crashes += finished.crashes;
-    }
-    (kills, crashes)
-}
-
-#[test]
-fn killed_ranks_change_nothing_about_the_weights() {
-    let (kills, _) = same_as_quiet(100..160, 60, 0);
-    assert!(kills > 200, "only {kills} kills");
-}
-
-#[test]
-fn a_killed_coordinator_changes_nothing_about_the_weights() {
-    let (_, crashes) = same_as_quiet(200..260, 0, 400);
-    assert!(crashes > 60, "only {crashes} crashes");
-}
-
-#[test]
-fn both_together_change_nothing_about_the_weights() {
-    let (kills, crashes) = same_as_quiet(300..360, 120, 900);
-    assert!(
-        kills > 50 && crashes > 30,
-        "only {kills} kills and {crashes} crashes"
-    );
-}
-
-#[test]
-fn a_refused_held_out_row_is_not_waited_for() {
-    let mut world = World::new(1, 0, 0);
-    world.refuses_held_out = true;
-    let finished = world.run();
-    assert!(
-        matches!(finished.outcome, Outcome::Completed { acceptance: None, .. }),
-        "{:?}",
-        finished.outcome
-    );
-    assert_eq!(finished.weights, quiet().weights);
-}
-
-#[test]
-fn a_refused_sample_is_quarantined_and_everything_else_is_trained() {
-    let bad: fn(Unit) -> bool = |unit| unit.sample.0 % 20 == 3 && unit.pass == 1;
-    let run = |seed, kill_one_in, crash_one_in| {
-        let mut world = World::new(seed, kill_one_in, crash_one_in);
-        world.refuses = Some(bad);
-        world.run()
-    };
-    let expected: BTreeSet<Unit> = quiet().trained.into_iter().filter(|&unit| !bad(unit)).collect();
-    let calm = run(1, 0, 0);
-    assert_eq!(calm.trained, expected);
-    for seed in 400..420 {
-        let finished = run(seed, 90, 900);
-        assert!(
-            matches!(finished.outcome, Outcome::Completed { .. }),
-            "seed {seed}: {:?}",
-            finished.outcome
-        );
-        assert_eq!(finished.weights, calm.weights, "seed {seed}");
-        assert!(finished.trained == expected, "seed {seed}");
-    }
-}
-
-#[test]
-fn a_verifier_that_refuses_everything_ends_the_run() {
-    let mut world = World::new(1, 0, 0);
-    world.refuses = Some(|_| true);
-    world.take_in();
-    while world.outcome.is_none() {
-        world.step();
-    }
-    match world.outcome {
-        Some(Outcome::Failed { report }) => assert!(report.contains("refused every sample"), "{report}"),
-        other => panic!("{other:?}"),
-    }
-}
-
-#[test]
-fn a_rank_that_keeps_dying_is_given_up_with_its_last_cause() {
-    let mut settings = settings();
-    settings.restarts.max_restarts = 2;
-    let mut engine = Engine::new(settings, &[], 0).expect("an empty journal contradicts nothing");
-    let mut commands = engine.handle(0, Event::Tick);
-    let seat = Seat::verifier(0);
-    for generation in 0..3 {
-        let generation = Generation(generation);
-        let spawned = |c: &Command| matches!(c, Command::Spawn { seat: s, generation: g } if *s == seat && *g == generation);
-        assert!(commands.iter().any(spawned), "{commands:?}");
-        let lost = Event::Lost {
-            seat,
-            generation,
-            cause: format!("cause {generation}"),
-            log_tail: "oh".to_owned(),
-        };
-        commands = engine.handle(1000 * u64::from(generation.0 + 1), lost);
-        commands.extend(engine.handle(1000 * u64::from(generation.0 + 1) + 500, Event::Tick));
-    }
-    commands.extend(engine.handle(20_000, Event::Tick));
-    let report = commands.iter().find_map(|command| match command {
-        Command::Finish(Outcome::Failed { report }) => Some(report.clone()),
-        _ => None,
-    });
-    let report = report.expect("it is given up");
-    assert!(
-        report.contains("verifier-0 was lost 3 times") && report.contains("cause 2"),
-        "{report}"
-    );
-    assert!(report.contains("oh"), "{report}");
-}
-
-#[test]
-fn backoff_doubles_up_to_its_limit() {
-    let policy = RestartPolicy {
-        max_restarts: 9,
-        window_ms: 1,
-        backoff_initial_ms: 200,
-        backoff_max_ms: 1000,
-    };
-    let waits = [0, 1, 2, 3, 4, 64, 65, u32::MAX].map(|recent| policy.backoff_ms(recent));
-    assert_eq!(waits, [0, 200, 400, 800, 1000, 1000, 1000, 1000]);
-}
-
-#[test]
-fn fence_an_older_generation_is_not_heard() {
-    let mut engine = Engine::new(settings(), &[], 0).expect("an empty journal contradicts nothing");
-    engine.handle(0, Event::Tick);
-    let seat = Seat::verifier(0);
-    let lost = Event::Lost {
-        seat,
-        generation: Generation(0),
-        cause: "killed".to_owned(),
-        log_tail: String::new(),
-    };
-    engine.handle(1, lost.clone());
-    let from_the_dead = RankEvent::Fault {
-        reason: "late".to_owned(),
-        permanent: true,
-    };
-    let commands = engine.handle(
-        2,
-        Event::Rank {
-            seat,
-            generation: Generation(0),
-            event: from_the_dead,
-        },
-    );
-    assert_eq!(commands, Vec::new());
-    assert_eq!(engine.handle(3, lost), Vec::new());
-    let view = engine.view(3);
-    let state = view
-        .seats
-        .iter()
-        .find(|s| s.seat == seat)
-        .expect("it has that seat");
-    assert_eq!((state.generation, state.restarts), (Generation(1), 1));
-    assert_eq!(state.seat.role, Role::Verifier);
+pub(super) struct Finished {
+    pub(super) outcome: Outcome,
+    pub(super) weights: (Step, Digest),
+    pub(super) trained: BTreeSet<Unit>,
+    pub(super) kills: u32,
+    pub(super) crashes: u32,
 }
