@@ -201,8 +201,11 @@ fn gemm_tile(c: Tile, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool
 /// A tile too small for the crate's common path, by way of a larger copy of it.
 #[cold]
 fn gemm_padded(c: Tile, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool) {
-    let (rows, cols, k) = (c.rows.max(PADDED_SIDE), c.cols.max(PADDED_SIDE), a.cols);
-    with_scratch([rows * k, k * cols, rows * cols], |[wide_a, wide_b, wide_c]| {
+    let (cols, k) = (c.cols.max(PADDED_SIDE), a.cols);
+    let rows = c.rows.max(SPECIAL_ELEMENTS / cols + 1).max(2);
+    // A few rows by many weights is what answering step by step is made of: the weights then stay where they are.
+    let copied_b = if cols == c.cols { 0 } else { k * cols };
+    with_scratch([rows * k, copied_b, rows * cols], |[wide_a, wide_b, wide_c]| {
         wide_a.fill(0.0);
         wide_b.fill(0.0);
         wide_c.fill(0.0);
@@ -211,9 +214,11 @@ fn gemm_padded(c: Tile, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bo
                 wide_a[row * k + col] = a.data[row * a.row_stride + col * a.col_stride];
             }
         }
-        for row in 0..k {
-            for col in 0..b.cols {
-                wide_b[row * cols + col] = b.data[row * b.row_stride + col * b.col_stride];
+        if copied_b > 0 {
+            for row in 0..k {
+                for col in 0..b.cols {
+                    wide_b[row * cols + col] = b.data[row * b.row_stride + col * b.col_stride];
+                }
             }
         }
         for row in 0..c.rows {
@@ -222,7 +227,8 @@ fn gemm_padded(c: Tile, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bo
                 wide_c[row * cols + col] = unsafe { *c.start.add(row * c.row_stride + col) };
             }
         }
-        let (view_a, view_b) = (Matrix::new(wide_a, rows, k), Matrix::new(wide_b, k, cols));
+        let view_a = Matrix::new(wide_a, rows, k);
+        let view_b = if copied_b > 0 { Matrix::new(wide_b, k, cols) } else { b };
         let mut wide = MatrixMut::new(wide_c, rows, cols);
         gemm_tile(Tile::of(&mut wide), view_a, view_b, alpha, accumulate);
         for row in 0..c.rows {
