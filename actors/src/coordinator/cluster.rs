@@ -284,7 +284,9 @@ impl ClusterState {
                     } else {
                         tracing::info!("{}", notice.text);
                     }
-                    self.show(MonitorMessage::Notice(notice));
+                    if !notice.quiet {
+                        self.show(MonitorMessage::Notice(notice));
+                    }
                 }
                 Command::Committed(report) => self.show(MonitorMessage::Committed(report)),
                 Command::Evaluated { step, acceptance } => {

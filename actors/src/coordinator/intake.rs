@@ -144,6 +144,7 @@ impl Reader {
         };
         let mut source = Source::open(file, options).map_err(|error| error.to_string())?;
         while let Some(row) = source.next_row().map_err(|error| error.to_string())? {
+            let _sample = tracing::info_span!("sample", file = %file.display(), line = row.line).entered();
             let place = |id: Option<String>| SampleSource {
                 file: file.display().to_string(),
                 line: row.line,

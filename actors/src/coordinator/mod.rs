@@ -165,7 +165,11 @@ pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Re
     .await?;
     for text in warnings {
         // The monitor was started a moment ago.
-        let _ = monitor.cast(MonitorMessage::Notice(Notice { warning: true, text }));
+        let _ = monitor.cast(MonitorMessage::Notice(Notice {
+            warning: true,
+            quiet: false,
+            text,
+        }));
     }
     let needs_intake = !engine.is_prepared();
     let done = engine.samples_taken_in();

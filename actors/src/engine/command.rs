@@ -149,6 +149,8 @@ pub enum Command {
 pub struct Notice {
     /// Whether it needs attention.
     pub warning: bool,
+    /// Whether it is one of many, which only the log has room for.
+    pub quiet: bool,
     /// One line.
     pub text: String,
 }

@@ -338,6 +338,7 @@ impl Engine {
     fn notice(&mut self, text: impl Into<String>) {
         self.commands.push(Command::Notice(Notice {
             warning: false,
+            quiet: false,
             text: text.into(),
         }));
     }
@@ -347,8 +348,19 @@ impl Engine {
         let text = text
             .into()
             .replace(|c: char| c.is_control() && c != '\n', "\u{fffd}");
-        self.commands
-            .push(Command::Notice(Notice { warning: true, text }));
+        self.commands.push(Command::Notice(Notice {
+            warning: true,
+            quiet: false,
+            text,
+        }));
+    }
+
+    /// As [`Self::warn`], for one of many.
+    fn warn_quietly(&mut self, text: impl Into<String>) {
+        self.warn(text);
+        if let Some(Command::Notice(notice)) = self.commands.last_mut() {
+            notice.quiet = true;
+        }
     }
 
     /// Gives the run up; the first cause stands.

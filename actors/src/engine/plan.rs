@@ -11,6 +11,9 @@ use super::ledger::UnitState;
 use super::{Engine, Phase, SampleFact};
 use crate::journal::{Record, SampleSource};
 
+/// Refused rows and answers that are told one by one.
+const REFUSALS_SHOWN: u64 = 5;
+
 /// Units that wait for a row, and the rows that were decided.
 #[derive(Debug, Default)]
 pub(super) struct Plans {
@@ -52,10 +55,12 @@ impl Engine {
             .as_ref()
             .map(|id| format!(" ({})", id.escape_debug()))
             .unwrap_or_default();
-        self.warn(format!(
-            "quarantined {}:{}{name}: {reason}",
-            source.file, source.line
-        ));
+        let text = format!("quarantined {}:{}{name}: {reason}", source.file, source.line);
+        if self.refused() > REFUSALS_SHOWN {
+            self.warn_quietly(text);
+        } else {
+            self.warn(text);
+        }
         self.append(
             Record::Refused {
                 sample,
@@ -100,6 +105,11 @@ impl Engine {
         }
     }
 
+    /// Rows and answers that were refused on arrival, or since.
+    fn refused(&self) -> u64 {
+        self.ledger.counts().quarantined / u64::from(self.settings.passes.max(1))
+    }
+
     pub(super) fn turn_away_sample(&mut self, sample: SampleSeq) {
         self.next_sample = sample.next();
         for pass in 0..self.settings.passes {
@@ -141,6 +151,12 @@ impl Engine {
             vocabulary.len(),
             100.0 * coverage,
         ));
+        if self.refused() > REFUSALS_SHOWN {
+            self.warn(format!(
+                "{} rows and answers are quarantined; each stands with its reason in the coordinator's log",
+                self.refused()
+            ));
+        }
         if self.held_out.is_empty() {
             self.notice(
                 "no held-out prompt: acceptance is not measured (samples.held_out, samples.held_out_every)",

@@ -184,6 +184,7 @@ impl DraftWorker {
     }
 
     fn begin(&mut self, step: Step, has_row: bool, contributors: u16) -> Result<(), RankFault> {
+        let _step = tracing::info_span!("step", step = step.0, epoch = %self.epoch).entered();
         self.context.enter(Activity::Computing);
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         let group = self
@@ -206,6 +207,18 @@ impl DraftWorker {
             (true, None) => return Err(RankFault::passing(format!("the {id} is not here"))),
         };
         let (gradient, metrics) = replica.gradient(row).map_err(RankFault::passing)?;
+        tracing::debug!(
+            loss = metrics.loss,
+            tokens = metrics.tokens,
+            ms = metrics.compute_ms,
+            "gradient computed"
+        );
+        tracing::debug!(
+            loss = metrics.loss,
+            tokens = metrics.tokens,
+            ms = metrics.compute_ms,
+            "gradient computed"
+        );
         let shape = group.shape(gradient.len(), 1.0 / f32::from(contributors.max(1)));
         let mut reduce = SeatOrderedReduce::new(shape).map_err(RankFault::passing)?;
         let outgoing = reduce.start(gradient).map_err(RankFault::passing)?;
@@ -282,6 +295,7 @@ impl DraftWorker {
     }
 
     fn commit(&mut self, step: Step, learning_rate: f64) -> Result<(), RankFault> {
+        let _step = tracing::info_span!("step", step = step.0, epoch = %self.epoch).entered();
         self.context.enter(Activity::Applying);
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         match std::mem::replace(&mut self.phase, Phase::Idle) {
@@ -300,6 +314,8 @@ impl DraftWorker {
             }
         }
         let reached = replica.step();
+        tracing::debug!(learning_rate, state = %replica.digest(), "step applied");
+        tracing::debug!(learning_rate, state = %replica.digest(), "step applied");
         self.rows.retain(|row, _| is_ahead(*row, reached));
         self.context.say(RankEvent::Applied {
             step: reached,

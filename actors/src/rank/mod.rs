@@ -114,6 +114,8 @@ trait Worker {
 /// If the rank cannot start, or has told the coordinator why it cannot go on.
 pub fn run(arguments: &RankArguments) -> anyhow::Result<()> {
     die_with_parent(arguments.parent)?;
+    let _rank =
+        tracing::info_span!("rank", seat = %arguments.seat, generation = arguments.generation.0).entered();
     let (inbox, inputs) = crossbeam_channel::unbounded();
     let bulk_name = bulk_name(&arguments.token, arguments.seat, arguments.generation);
     let bulk_inbox = inbox.clone();

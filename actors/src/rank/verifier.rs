@@ -65,6 +65,7 @@ impl VerifierWorker {
             content,
             destination,
         } = extraction;
+        let _row = tracing::info_span!("row", %row).entered();
         self.context.enter(Activity::Extracting);
         let dtype = self.context.config.verifier.hidden_dtype;
         let loaded = self.loaded()?;
@@ -88,6 +89,7 @@ impl VerifierWorker {
             max_new_tokens,
             destination,
         } = request;
+        let _row = tracing::info_span!("row", %row).entered();
         let dtype = self.context.config.verifier.hidden_dtype;
         while !prompts.is_empty() {
             self.context.enter(Activity::Generating);
@@ -126,6 +128,7 @@ impl VerifierWorker {
         destination: Member,
     ) -> Result<(), RankFault> {
         let tokens = content.len() as u64;
+        tracing::debug!(tokens, draft = destination.seat, "hidden states extracted");
         let contract = self.loaded()?.contract;
         let message = BulkOutgoing {
             // Verifiers are in no draft group; a row is fenced by the destination's generation.

@@ -228,7 +228,11 @@ fn gemm_padded(c: Tile, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bo
             }
         }
         let view_a = Matrix::new(wide_a, rows, k);
-        let view_b = if copied_b > 0 { Matrix::new(wide_b, k, cols) } else { b };
+        let view_b = if copied_b > 0 {
+            Matrix::new(wide_b, k, cols)
+        } else {
+            b
+        };
         let mut wide = MatrixMut::new(wide_c, rows, cols);
         gemm_tile(Tile::of(&mut wide), view_a, view_b, alpha, accumulate);
         for row in 0..c.rows {
