@@ -213,12 +213,6 @@ impl DraftWorker {
             ms = metrics.compute_ms,
             "gradient computed"
         );
-        tracing::debug!(
-            loss = metrics.loss,
-            tokens = metrics.tokens,
-            ms = metrics.compute_ms,
-            "gradient computed"
-        );
         let shape = group.shape(gradient.len(), 1.0 / f32::from(contributors.max(1)));
         let mut reduce = SeatOrderedReduce::new(shape).map_err(RankFault::passing)?;
         let outgoing = reduce.start(gradient).map_err(RankFault::passing)?;
@@ -314,7 +308,6 @@ impl DraftWorker {
             }
         }
         let reached = replica.step();
-        tracing::debug!(learning_rate, state = %replica.digest(), "step applied");
         tracing::debug!(learning_rate, state = %replica.digest(), "step applied");
         self.rows.retain(|row, _| is_ahead(*row, reached));
         self.context.say(RankEvent::Applied {
