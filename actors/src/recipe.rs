@@ -206,7 +206,6 @@ fn decisive(config: &ClusterConfig) -> Result<Value, serde_json::Error> {
     let mut training = config.training.clone();
     (training.evaluate_every_steps, training.max_new_tokens) = (0, 0);
     let mut samples = config.samples.clone();
-    samples.held_out.clear();
     samples.held_out_rows = 0;
     Ok(serde_json::json!({
         "run": { "seed": config.run.seed },

@@ -337,7 +337,8 @@ impl Replica {
             };
             state.save(&folder.join(STATE_FILE), self.layout_digest())
         })?;
-        if let Err(error) = checkpoints.prune(keep) {
+        // The one before stays until the journal knows the new one.
+        if let Err(error) = checkpoints.prune(keep.max(2)) {
             // The new checkpoint is whole; an old one too many is no reason to stop.
             tracing::warn!(%error, "an old checkpoint cannot be removed");
         }

@@ -10,7 +10,7 @@ use eaglet_runtime::control::transport::{Accepted, Admit};
 use eaglet_runtime::control::{Acceptance, CoordinatorCommand, Extraction, PROTOCOL};
 use eaglet_runtime::ids::{Generation, RowId, Seat, Unit};
 use eaglet_runtime::row::{PackedRow, Sample};
-use eaglet_runtime::samples::{Location, SampleStore};
+use eaglet_runtime::samples::{Location, SampleStore, StoreError};
 use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef, RpcReplyPort, SupervisionEvent};
 use tokio::sync::oneshot;
 
@@ -155,6 +155,8 @@ impl Actor for Cluster {
                     // A proxy that is gone has no process.
                     let _ = proxy.cast(ProxyMessage::Kill("stopped by the user".to_owned()));
                 }
+                // What the killed ranks' proxies report now is nobody's business.
+                state.broken = true;
                 state.finish(Outcome::Stopped);
             }
         }
@@ -204,23 +206,39 @@ impl ClusterState {
         let _ = self.arguments.monitor.cast(MonitorMessage::View(Box::new(view)));
     }
 
+    /// Stores samples before the journal knows of them, so that no crash of the machine leaves a record without its sample.
     async fn intake(&mut self, myself: &ActorRef<ClusterMessage>, items: Vec<IntakeItem>) {
-        for IntakeItem { source, verdict } in items {
-            let event = match verdict {
-                Ok(sample) => match self.arguments.store.append(&sample) {
-                    Ok(location) => Event::SampleAccepted {
-                        source,
-                        location,
-                        tokens: sample.tokens.len() as u32,
-                        trained_tokens: sample.loss_mask.iter().filter(|&&m| m != 0).count() as u32,
-                    },
-                    Err(error) => Event::Broken {
+        let events: Result<Vec<Event>, StoreError> = items
+            .into_iter()
+            .map(|IntakeItem { source, verdict }| match verdict {
+                Ok(sample) => Ok(Event::SampleAccepted {
+                    source,
+                    location: self.arguments.store.append(&sample)?,
+                    tokens: sample.tokens.len() as u32,
+                    trained_tokens: sample.loss_mask.iter().filter(|&&mask| mask != 0).count() as u32,
+                }),
+                Err(reason) => Ok(Event::SampleRefused { source, reason }),
+            })
+            .collect();
+        let events = events.and_then(|events| self.arguments.store.sync().map(|()| events));
+        match events {
+            Ok(events) => {
+                for event in events {
+                    self.feed(myself, event).await;
+                }
+            }
+            Err(error) => {
+                self.feed(
+                    myself,
+                    Event::Broken {
                         report: error.to_string(),
                     },
-                },
-                Err(reason) => Event::SampleRefused { source, reason },
-            };
-            self.feed(myself, event).await;
+                )
+                .await
+            }
+        }
+        if let Err(error) = self.arguments.journal.sync() {
+            self.give_up(&error.to_string());
         }
     }
 
@@ -228,10 +246,6 @@ impl ClusterState {
         for command in commands {
             match command {
                 Command::Append { record, sync } => {
-                    if sync && let Err(error) = self.arguments.store.sync() {
-                        self.give_up(&error.to_string());
-                        return;
-                    }
                     if let Err(error) = self.arguments.journal.append(&record, sync) {
                         self.give_up(&error.to_string());
                         return;

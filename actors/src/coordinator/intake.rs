@@ -76,6 +76,7 @@ struct Reader {
     counts: TokenCounts,
     batch: Vec<IntakeItem>,
     held_out: Vec<Vec<u32>>,
+    held_out_tokens: usize,
     conversations: u64,
     refused: u64,
 }
@@ -88,6 +89,7 @@ impl Reader {
             counts: TokenCounts::new(),
             batch: Vec::new(),
             held_out: Vec::new(),
+            held_out_tokens: 0,
             conversations: 0,
             refused: 0,
         }
@@ -221,7 +223,14 @@ impl Reader {
                         .position(|&trained| trained != 0)
                         .unwrap_or(tokens.len());
                     tokens.truncate(prompt);
-                    if !tokens.is_empty() {
+                    // No more is kept than all draft seats together evaluate.
+                    let config = &self.arguments.config;
+                    let need = tokens.len() + config.training.max_new_tokens;
+                    let room = config.samples.held_out_rows
+                        * config.training.tokens_per_row
+                        * config.draft_seats().len();
+                    if !tokens.is_empty() && self.held_out_tokens + need <= room {
+                        self.held_out_tokens += need;
                         self.held_out.push(tokens);
                     }
                 }

@@ -32,6 +32,16 @@ impl Engine {
     }
 
     pub(super) fn draft_ready(&mut self, seat: Seat, step: Step, digest: Digest) {
+        if let Some(known) = self
+            .latest_checkpoint()
+            .filter(|known| known.step == step && known.state != digest)
+        {
+            let folder = known.folder.display().to_string();
+            self.fail(format!(
+                "the state of step {step} in {folder} is not the one that this run saved; put the right checkpoint back"
+            ));
+            return;
+        }
         let now_ms = self.now_ms;
         let state = self.seats.get_mut(seat);
         state.status = Status::Ready;

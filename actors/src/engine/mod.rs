@@ -278,6 +278,13 @@ impl Engine {
             } => {
                 self.row_extracted(seat, generation, row, destination, tokens);
             }
+            RankEvent::NotSent {
+                row,
+                generation: destination,
+                reason,
+            } => {
+                self.row_not_sent(seat, row, destination, &reason);
+            }
             RankEvent::BadSample { row, unit, reason } => {
                 self.bad_sample(seat, generation, row, unit, &reason)
             }

@@ -271,6 +271,12 @@ impl Engine {
             return; // its process is gone, and its rows were given back then
         }
         if from.role == Role::Draft {
+            let newcomer = self.seats.get_mut(draft);
+            if newcomer.donor == Some((from.index, sender)) {
+                // The state did not arrive whole: it is asked for again.
+                newcomer.donor = None;
+                newcomer.status = Status::Attached;
+            }
             self.warn(format!(
                 "the link from {from} to {draft} broke: {reason}; the epoch is formed again"
             ));
@@ -282,9 +288,20 @@ impl Engine {
         ));
         self.give_back(|row, state| {
             row.seat() == draft.index
-                && matches!(state, RowState::Sent { verifier, generation, .. }
+                && matches!(state, RowState::Leased { verifier, generation, .. }
+                    | RowState::Sent { verifier, generation, .. }
                     if verifier == from.index && generation == sender)
         });
+    }
+
+    /// A verifier could not hand a row over. If its receiver lives, the two cannot reach each other, and a new occupant
+    /// of the seat gets a new chance.
+    pub(super) fn row_not_sent(&mut self, verifier: Seat, row: RowId, destination: Generation, reason: &str) {
+        self.seats.get_mut(verifier).leases.remove(&row);
+        let draft = Seat::draft(row.seat());
+        if self.seats.is_current(draft, destination) {
+            self.kill(draft, &format!("{verifier} cannot send it the {row}: {reason}"));
+        }
     }
 
     /// Gives back the rows of a rank that is gone.

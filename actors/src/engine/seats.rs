@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use eaglet_runtime::control::{Beat, CoordinatorCommand, Member};
+use eaglet_runtime::control::{Activity, Beat, CoordinatorCommand, Member};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Step};
 
@@ -172,6 +172,21 @@ impl Seats {
     }
 }
 
+/// Whether a rank's compute thread has been at one thing for too long, though its beats still come.
+fn stuck(state: &SeatState, settings: &Settings) -> Option<String> {
+    let beat = state
+        .beat
+        .filter(|_| matches!(state.status, Status::Loading | Status::Ready))?;
+    let limit_ms = match beat.activity {
+        // It waits for somebody else.
+        Activity::Idle | Activity::Reducing => return None,
+        Activity::Loading => settings.load_timeout_ms,
+        _ => settings.step_timeout_ms,
+    };
+    (beat.activity_age_ms > limit_ms)
+        .then(|| format!("it has been {:?} for {} ms", beat.activity, beat.activity_age_ms).to_lowercase())
+}
+
 impl Engine {
     /// Starts processes for vacant seats whose time has come.
     pub(super) fn respawn(&mut self) {
@@ -302,14 +317,17 @@ impl Engine {
                     .then(|| format!("it did not finish loading within {here_ms} ms")),
                 Status::Attached | Status::Ready => None,
             };
+            let reason = reason.or_else(|| stuck(state, &self.settings));
             if let Some(reason) = reason {
                 late.push((seat, reason));
             }
         }
+        self.step_phase.excuse(held_up_ms);
+        let limit_ms = self.settings.step_timeout_ms;
         for seat in self.late_in_step() {
             late.push((
                 seat,
-                format!("it is late in a step by {} ms", self.settings.step_timeout_ms),
+                format!("it keeps a step waiting for more than {limit_ms} ms"),
             ));
         }
         for (seat, reason) in late {

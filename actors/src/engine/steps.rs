@@ -49,6 +49,19 @@ pub(super) enum StepPhase {
     Saving { since_ms: u64 },
 }
 
+impl StepPhase {
+    /// Does not count some time in which the coordinator itself was held up.
+    pub(super) fn excuse(&mut self, held_up_ms: u64) {
+        match self {
+            Self::Idle => {}
+            Self::Running { since_ms, .. }
+            | Self::Applying { since_ms }
+            | Self::Evaluating { since_ms, .. }
+            | Self::Saving { since_ms } => *since_ms += held_up_ms,
+        }
+    }
+}
+
 impl Engine {
     /// Starts what comes next, once the group is formed and idle.
     pub(super) fn advance_step(&mut self) {
@@ -141,6 +154,9 @@ impl Engine {
     }
 
     pub(super) fn checkpointed(&mut self, step: Step, folder: PathBuf) {
+        if matches!(self.step_phase, StepPhase::Saving { .. }) {
+            self.step_phase = StepPhase::Idle;
+        }
         let Some((at, state)) = self.seats.get(Seat::draft(0)).state else {
             return;
         };
@@ -160,9 +176,6 @@ impl Engine {
         }
         self.notice(format!("checkpoint of step {step} is written"));
         self.append(Record::Checkpointed { step, state, folder }, true);
-        if matches!(self.step_phase, StepPhase::Saving { .. }) {
-            self.step_phase = StepPhase::Idle;
-        }
     }
 
     fn evaluate(&mut self, at: Step) {

@@ -75,7 +75,6 @@ pub struct Replay {
 pub struct Journal {
     file: File,
     path: PathBuf,
-    length: u64,
 }
 
 impl Journal {
@@ -132,7 +131,6 @@ impl Journal {
                 Self {
                     file,
                     path: path.to_owned(),
-                    length: HEADER_BYTES,
                 },
                 Replay::default(),
             ));
@@ -148,7 +146,6 @@ impl Journal {
             Self {
                 file,
                 path: path.to_owned(),
-                length,
             },
             Replay { records, cut_bytes },
         ))
@@ -170,18 +167,18 @@ impl Journal {
         self.file
             .write_all(&frame)
             .map_err(|source| self.wrong("write", source))?;
-        self.length += frame.len() as u64;
         if sync {
-            self.file
-                .sync_data()
-                .map_err(|source| self.wrong("sync", source))?;
+            self.sync()?;
         }
         Ok(())
     }
 
-    /// Bytes of the file.
-    pub fn length_bytes(&self) -> u64 {
-        self.length
+    /// Waits until all that was appended is on disk.
+    ///
+    /// # Errors
+    /// If the disk fails.
+    pub fn sync(&mut self) -> Result<(), JournalError> {
+        self.file.sync_data().map_err(|source| self.wrong("sync", source))
     }
 
     fn wrong(&self, action: &'static str, source: io::Error) -> JournalError {

@@ -136,6 +136,9 @@ impl DraftWorker {
     fn take_origin(&mut self, origin: DraftOrigin) -> Result<(), RankFault> {
         self.donor = None;
         self.incoming = IncomingState::default();
+        if !matches!(origin, DraftOrigin::Peer(_)) {
+            self.early_states.clear();
+        }
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         match origin {
             DraftOrigin::Initial => replica.initialise(self.context.config.run.seed),
@@ -216,7 +219,7 @@ impl DraftWorker {
         let shape = group.shape(gradient.len(), 1.0 / f32::from(contributors.max(1)));
         let mut reduce = SeatOrderedReduce::new(shape).map_err(RankFault::passing)?;
         let outgoing = reduce.start(gradient).map_err(RankFault::passing)?;
-        group.send_all(step, outgoing);
+        group.send_all(step, outgoing).map_err(RankFault::passing)?;
         self.phase = Phase::Reducing {
             step,
             reduce,
@@ -255,7 +258,7 @@ impl DraftWorker {
                 let outgoing = reduce
                     .receive(message.header.from.index, phase, segment, bytes)
                     .map_err(RankFault::passing)?;
-                group.send_all(at, outgoing);
+                group.send_all(at, outgoing).map_err(RankFault::passing)?;
             }
             _ => self.early.push(message),
         }

@@ -54,9 +54,12 @@ impl Group {
         }
     }
 
-    /// Sends segments on their way. A link that fails is left to the coordinator, which sees the process end or is told
-    /// by the other side what broke.
-    pub(super) fn send_all(&self, step: Step, outgoing: Vec<Outgoing>) {
+    /// Sends segments on their way. A link that has ended is left to the coordinator: it sees the process end, or the
+    /// other side tells it what broke.
+    ///
+    /// # Errors
+    /// If a link lives and does not take a segment.
+    pub(super) fn send_all(&self, step: Step, outgoing: Vec<Outgoing>) -> Result<(), SendError> {
         for Outgoing {
             to_seat,
             phase,
@@ -70,13 +73,17 @@ impl Group {
                 kind,
                 parts: vec![bytes],
             };
-            let link = self.links.iter().find(|(seat, _)| *seat == to_seat);
-            if let Some((seat, link)) = link
-                && let Err(error) = link.send(message, SEND_TIMEOUT)
-            {
-                tracing::warn!(to = seat, %error, "cannot send a gradient segment");
+            let Some((_, link)) = self.links.iter().find(|(seat, _)| *seat == to_seat) else {
+                continue;
+            };
+            match link.send(message, SEND_TIMEOUT) {
+                Err(SendError::Ended { .. }) => {
+                    tracing::warn!(to = to_seat, step = step.0, "a peer's link has ended")
+                }
+                other => other?,
             }
         }
+        Ok(())
     }
 }
 

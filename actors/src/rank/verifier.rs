@@ -6,7 +6,7 @@ use std::time::Duration;
 use eaglet_runtime::control::{Activity, CoordinatorCommand, Extraction, HeldOutRequest, Member, RankEvent};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, RowId, Seat};
-use eaglet_runtime::link::{BulkKind, BulkOutgoing, BulkSender, Endpoint, Hello, SenderOptions};
+use eaglet_runtime::link::{BulkKind, BulkOutgoing, BulkSender, Endpoint, Hello, SendError, SenderOptions};
 use eaglet_runtime::row::{PackedRow, Sample};
 use eaglet_runtime::verifier::{Verifier, VerifierError, VerifierOptions};
 
@@ -22,6 +22,14 @@ pub(super) struct VerifierWorker {
     loaded: Option<Loaded>,
     /// One link per draft seat; a new occupant gets a new one.
     links: HashMap<u16, (Member, BulkSender)>,
+}
+
+/// Why a row was not handed over.
+enum Unsent {
+    /// The link failed; another one may not.
+    Now(String),
+    /// No link would take it.
+    Never(String),
 }
 
 struct Loaded {
@@ -145,22 +153,39 @@ impl VerifierWorker {
             parts: vec![hidden.bytes.into()],
         };
         let generation = destination.generation;
-        // A link that fails is the coordinator's news already: the draft's process is gone, or says what broke.
-        if let Some(link) = self.link_to(&destination)
-            && let Err(error) = link.send(message, SEND_TIMEOUT)
-        {
-            tracing::warn!(draft = destination.seat, %error, "cannot hand over a row");
-            self.links.remove(&destination.seat);
+        let sent = self
+            .link_to(&destination)
+            .and_then(|link| match link.send(message, SEND_TIMEOUT) {
+                // It can never be sent, to nobody.
+                Err(error @ SendError::Invalid { .. }) => Err(Unsent::Never(error.to_string())),
+                Err(error) => Err(Unsent::Now(error.to_string())),
+                Ok(()) => Ok(()),
+            });
+        match sent {
+            Ok(()) => self.context.say(RankEvent::Extracted {
+                row,
+                generation,
+                tokens,
+            }),
+            Err(Unsent::Now(reason)) => {
+                tracing::warn!(draft = destination.seat, reason, "cannot hand over a row");
+                self.links.remove(&destination.seat);
+                self.context.say(RankEvent::NotSent {
+                    row,
+                    generation,
+                    reason,
+                });
+            }
+            Err(Unsent::Never(reason)) => {
+                return Err(RankFault::permanent(format!(
+                    "the {row} cannot be sent: {reason}; lower training.tokens_per_row or samples.held_out_rows"
+                )));
+            }
         }
-        self.context.say(RankEvent::Extracted {
-            row,
-            generation,
-            tokens,
-        });
         Ok(())
     }
 
-    fn link_to(&mut self, destination: &Member) -> Option<&BulkSender> {
+    fn link_to(&mut self, destination: &Member) -> Result<&BulkSender, Unsent> {
         let known = self
             .links
             .get(&destination.seat)
@@ -185,13 +210,11 @@ impl VerifierWorker {
                 Ok(link) => {
                     self.links.insert(destination.seat, (destination.clone(), link));
                 }
-                Err(error) => {
-                    tracing::warn!(draft = destination.seat, %error, "cannot reach a draft replica");
-                    return None;
-                }
+                Err(error) => return Err(Unsent::Now(error.to_string())),
             }
         }
-        self.links.get(&destination.seat).map(|(_, link)| link)
+        let link = self.links.get(&destination.seat).map(|(_, link)| link);
+        link.ok_or_else(|| Unsent::Now("the link is gone".to_owned()))
     }
 
     fn loaded(&mut self) -> Result<&mut Loaded, RankFault> {

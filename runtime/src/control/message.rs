@@ -215,6 +215,15 @@ pub enum RankEvent {
         /// Its tokens.
         tokens: u64,
     },
+    /// A verifier could not hand a row over.
+    NotSent {
+        /// The row.
+        row: RowId,
+        /// Who it was meant for.
+        generation: Generation,
+        /// What was seen.
+        reason: String,
+    },
     /// A verifier found a sample that cannot be used.
     BadSample {
         /// The row it was part of.
@@ -229,7 +238,7 @@ pub enum RankEvent {
         /// The row.
         row: RowId,
     },
-    /// A draft replica lost the link over which a verifier sends.
+    /// A draft replica lost a link over which another rank sends to it.
     LinkBroken {
         /// The other end.
         from: Seat,
