@@ -14,6 +14,9 @@ const SETS: &[&str] = &[
     "checkpoints.every_steps=10",
     "samples.held_out=[]",
     "samples.held_out_every=60",
+    // Only the kills of a test are losses, however busy the machine is.
+    "supervision.dead_after_ms=15000",
+    "supervision.coordinator_lease_ms=30000",
 ];
 
 fn completed(finished: &Finished) {
