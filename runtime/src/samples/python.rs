@@ -1,7 +1,8 @@
 //! What Python would print: chat templates are written for Jinja2, and their output is part of what a model was trained on.
 //!
 //! `{{ true }}` is `True`, a list is printed by its `repr`, and `tojson` is `json.dumps` with its blanks after `,` and `:`
-//! (Hugging Face overrides Jinja2's HTML-safe one). minijinja prints all three in another way.
+//! (Hugging Face overrides Jinja2's HTML-safe one). minijinja prints all three in another way. What is left of the
+//! difference: the operator `~` joins anything but texts and whole numbers as minijinja prints it.
 
 use std::fmt::Write;
 
@@ -238,6 +239,29 @@ impl JsonStyle {
         }
         out.push('"');
     }
+}
+
+/// The filter `join`, which prints what it joins as Python does.
+pub(crate) fn join(values: &Value, separator: Option<&str>) -> Result<String, Error> {
+    let texts: Vec<String> = values.try_iter()?.map(|value| python_str(&value)).collect();
+    Ok(texts.join(separator.unwrap_or_default()))
+}
+
+/// The filter `length`; something undefined has none, as in Jinja2.
+pub(crate) fn length(value: &Value) -> Result<usize, Error> {
+    match value.len() {
+        Some(length) => Ok(length),
+        None if value.is_undefined() => Ok(0),
+        None => Err(Error::new(
+            ErrorKind::InvalidOperation,
+            format!("a {} has no length", value.kind()),
+        )),
+    }
+}
+
+/// The test `iterable`: to minijinja `none` is iterable, to Python it is not, and templates ask this of absent tools.
+pub(crate) fn is_iterable(value: &Value) -> bool {
+    !value.is_none() && value.try_iter().is_ok()
 }
 
 /// Methods of Python's strings that `minijinja-contrib` lacks; the others are passed on to it.

@@ -287,7 +287,13 @@ fn environment(now_unix_s: u64) -> Environment<'static> {
         }
     });
     environment.add_filter("tojson", python::tojson);
-    environment.add_filter("string", |value: Value| python::python_str(&value));
+    environment.add_filter("string", |value: &Value| python::python_str(value));
+    environment.add_filter("upper", |value: &Value| python::python_str(value).to_uppercase());
+    environment.add_filter("lower", |value: &Value| python::python_str(value).to_lowercase());
+    environment.add_filter("join", python::join);
+    environment.add_filter("length", python::length);
+    environment.add_filter("count", python::length);
+    environment.add_test("iterable", python::is_iterable);
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
     });
@@ -541,6 +547,14 @@ mod tests {
             (
                 "{{ messages[0].content is string and messages is iterable and messages[0] is mapping }}",
                 "True",
+            ),
+            (
+                "{{ tools is iterable }}{{ nothing | length }}{{ none is iterable }}",
+                "True0False",
+            ),
+            (
+                "{{ ['a', none] | upper }}{{ [1.0, true] | join('-') }}",
+                "['A', NONE]1.0-True",
             ),
             (
                 "{{ messages | map(attribute='role') | join(',') }}{{ 'x' if false }}",
