@@ -68,11 +68,27 @@ impl Contract {
     pub fn difference(&self, other: &Self) -> Option<Difference> {
         let fields: [(&'static str, String, String); 6] = [
             ("verifier", self.verifier.to_string(), other.verifier.to_string()),
-            ("aux layers", format!("{:?}", self.aux_layers), format!("{:?}", other.aux_layers)),
-            ("hidden size", self.hidden_size.to_string(), other.hidden_size.to_string()),
+            (
+                "aux layers",
+                format!("{:?}", self.aux_layers),
+                format!("{:?}", other.aux_layers),
+            ),
+            (
+                "hidden size",
+                self.hidden_size.to_string(),
+                other.hidden_size.to_string(),
+            ),
             ("dtype", format!("{:?}", self.dtype), format!("{:?}", other.dtype)),
-            ("tokenizer", self.tokenizer.to_string(), other.tokenizer.to_string()),
-            ("chat template", self.template.to_string(), other.template.to_string()),
+            (
+                "tokenizer",
+                self.tokenizer.to_string(),
+                other.tokenizer.to_string(),
+            ),
+            (
+                "chat template",
+                self.template.to_string(),
+                other.template.to_string(),
+            ),
         ];
         fields
             .into_iter()
@@ -94,6 +110,10 @@ pub struct Difference {
 
 impl fmt::Display for Difference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} is {} here and {} there", self.field, self.ours, self.theirs)
+        write!(
+            f,
+            "{} is {} here and {} there",
+            self.field, self.ours, self.theirs
+        )
     }
 }

@@ -39,12 +39,18 @@ pub struct Seat {
 impl Seat {
     /// The `index`-th draft seat.
     pub const fn draft(index: u16) -> Self {
-        Self { role: Role::Draft, index }
+        Self {
+            role: Role::Draft,
+            index,
+        }
     }
 
     /// The `index`-th verifier seat.
     pub const fn verifier(index: u16) -> Self {
-        Self { role: Role::Verifier, index }
+        Self {
+            role: Role::Verifier,
+            index,
+        }
     }
 }
 
@@ -70,7 +76,10 @@ impl FromStr for Seat {
             "draft" => Role::Draft,
             _ => return Err(wrong()),
         };
-        Ok(Self { role, index: index.parse().map_err(|_| wrong())? })
+        Ok(Self {
+            role,
+            index: index.parse().map_err(|_| wrong())?,
+        })
     }
 }
 

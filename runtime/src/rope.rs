@@ -41,7 +41,11 @@ pub struct Rope {
 impl Rope {
     /// An unscaled rotary embedding.
     pub fn new(theta: f64, dim: usize) -> Self {
-        Self { theta, dim, scaling: RopeScaling::None }
+        Self {
+            theta,
+            dim,
+            scaling: RopeScaling::None,
+        }
     }
 
     /// Angle per position of each rotated pair, `[dim / 2]`.

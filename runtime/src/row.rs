@@ -76,7 +76,12 @@ pub struct HiddenStates {
 impl HiddenStates {
     /// All zeros.
     pub fn zeros(dtype: HiddenDtype, tokens: usize, states: usize, hidden: usize) -> Self {
-        Self { dtype, states, hidden, bytes: vec![0; tokens * states * hidden * dtype.bytes()] }
+        Self {
+            dtype,
+            states,
+            hidden,
+            bytes: vec![0; tokens * states * hidden * dtype.bytes()],
+        }
     }
 
     /// Number of tokens.

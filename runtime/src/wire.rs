@@ -40,7 +40,9 @@ fn configuration() -> bincode::config::Configuration<
 pub fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, WireError> {
     let bytes = bincode::serde::encode_to_vec(value, configuration())?;
     if bytes.len() > BODY_LIMIT_BYTES {
-        return Err(WireError::Encode(bincode::error::EncodeError::Other("body exceeds the limit")));
+        return Err(WireError::Encode(bincode::error::EncodeError::Other(
+            "body exceeds the limit",
+        )));
     }
     Ok(bytes)
 }
@@ -52,7 +54,9 @@ pub fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, WireError> {
 pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, WireError> {
     let (value, read) = bincode::serde::decode_from_slice(bytes, configuration())?;
     if read != bytes.len() {
-        return Err(WireError::Trailing { extra_bytes: bytes.len() - read });
+        return Err(WireError::Trailing {
+            extra_bytes: bytes.len() - read,
+        });
     }
     Ok(value)
 }
@@ -72,12 +76,18 @@ mod tests {
     #[test]
     fn torn_and_trailing_bytes_are_refused() {
         let bytes = encode(&(1_u32, "two".to_owned())).expect("small");
-        assert_eq!(decode::<(u32, String)>(&bytes).expect("whole"), (1, "two".to_owned()));
+        assert_eq!(
+            decode::<(u32, String)>(&bytes).expect("whole"),
+            (1, "two".to_owned())
+        );
         for end in 0..bytes.len() {
             assert!(decode::<(u32, String)>(&bytes[..end]).is_err(), "cut at {end}");
         }
         let mut longer = bytes;
         longer.push(0);
-        assert!(matches!(decode::<(u32, String)>(&longer), Err(WireError::Trailing { extra_bytes: 1 })));
+        assert!(matches!(
+            decode::<(u32, String)>(&longer),
+            Err(WireError::Trailing { extra_bytes: 1 })
+        ));
     }
 }
