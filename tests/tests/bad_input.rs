@@ -14,6 +14,7 @@ const BAD_INPUT: i32 = 2;
 /// A short run.
 const SHORT: &[&str] = &[
     "training.steps=2",
+    "training.passes=1",
     "training.tokens_per_row=160",
     "training.max_new_tokens=4",
 ];
