@@ -115,6 +115,8 @@ pub struct Engine {
     /// Draft seats whose held-out row the verifier refused.
     held_out_refused: BTreeSet<u16>,
     gradient_disputes: u32,
+    /// A link between replicas that broke: its sender, and when that was heard.
+    broken_link: Option<(Seat, Generation, u64)>,
     extracted_tokens: u64,
     launch: u32,
     leaving_since_ms: u64,
@@ -159,6 +161,7 @@ impl Engine {
             evaluated: None,
             held_out_refused: BTreeSet::new(),
             gradient_disputes: 0,
+            broken_link: None,
             extracted_tokens: 0,
             launch: 0,
             leaving_since_ms: now_ms,
@@ -229,7 +232,10 @@ impl Engine {
                 self.rank_lost(seat, generation, &cause, &log_tail);
             }
             Event::Broken { report } => self.fail(report),
-            Event::Tick => self.tick(),
+            Event::Tick => {
+                self.tick();
+                self.mend_group();
+            }
             Event::Drain => {
                 if matches!(
                     self.phase,

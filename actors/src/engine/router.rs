@@ -11,6 +11,9 @@ use crate::journal::Record;
 /// Rows a verifier may hold at once: one in work, one behind it so that it never waits for the coordinator.
 const LEASES_PER_VERIFIER: usize = 2;
 
+/// The end of a process is known well before this.
+const BROKEN_LINK_PATIENCE_MS: u64 = 300;
+
 /// Where a row's hidden states are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RowState {
@@ -277,10 +280,8 @@ impl Engine {
                 newcomer.donor = None;
                 newcomer.status = Status::Attached;
             }
-            self.warn(format!(
-                "the link from {from} to {draft} broke: {reason}; the epoch is formed again"
-            ));
-            self.restart_epoch();
+            // Most often the sender has just died, and its end is on the way: tick waits for it.
+            self.broken_link = Some((from, sender, self.now_ms));
             return;
         }
         self.warn(format!(
@@ -292,6 +293,23 @@ impl Engine {
                     | RowState::Sent { verifier, generation, .. }
                     if verifier == from.index && generation == sender)
         });
+    }
+
+    /// Forms the group again if a link between two replicas broke and both are still alive a while later.
+    pub(super) fn mend_group(&mut self) {
+        let Some((from, sender, since_ms)) = self.broken_link else {
+            return;
+        };
+        if self.now_ms < since_ms + BROKEN_LINK_PATIENCE_MS {
+            return;
+        }
+        self.broken_link = None;
+        if self.seats.is_current(from, sender) {
+            self.warn(format!(
+                "a link from {from} broke, and {from} lives; the epoch is formed again"
+            ));
+            self.restart_epoch();
+        }
     }
 
     /// A verifier could not hand a row over. If its receiver lives, the two cannot reach each other, and a new occupant
