@@ -131,7 +131,7 @@ impl Engine {
             RowId::HeldOut { seat } => {
                 let request = HeldOutRequest {
                     row,
-                    prompts: self.held_out_prompts(seat),
+                    prompts: self.held_out_prompts(seat).cloned().collect(),
                     max_new_tokens: self.settings.max_new_tokens,
                     destination,
                 };
@@ -357,27 +357,25 @@ impl Engine {
     }
 
     /// Held-out prompts of a draft seat: dealt round, as many as fit its rows together with their answers.
-    pub(super) fn held_out_prompts(&self, seat: u16) -> Vec<Vec<u32>> {
+    fn held_out_prompts(&self, seat: u16) -> impl Iterator<Item = &Vec<u32>> {
         let mut room = self.settings.held_out_rows * self.settings.tokens_per_row as usize;
         self.held_out
             .iter()
             .skip(usize::from(seat))
             .step_by(usize::from(self.settings.draft_seats.max(1)))
-            .take_while(|prompt| {
+            .take_while(move |prompt| {
                 let need = prompt.len() + self.settings.max_new_tokens;
                 let fits = need <= room;
                 room = room.saturating_sub(need);
                 fits
             })
-            .cloned()
-            .collect()
     }
 
     /// The held-out rows of all seats that have prompts.
     pub(super) fn held_out_rows(&self) -> Vec<RowId> {
         (0..self.settings.draft_seats)
             .filter(|seat| !self.held_out_refused.contains(seat))
-            .filter(|&seat| !self.held_out_prompts(seat).is_empty())
+            .filter(|&seat| self.held_out_prompts(seat).next().is_some())
             .map(|seat| RowId::HeldOut { seat })
             .collect()
     }
