@@ -1,7 +1,10 @@
 //! The names that everything in a cluster is addressed by.
 //!
-//! A *seat* is a numbered place fixed by `cluster.toml`; a *generation* is the n-th occupant of a seat; an *epoch* is
-//! the n-th membership of the draft group. Messages carry them, and anything older than the receiver's is dropped.
+//! A *seat* is a numbered place for one rank; a *generation* is the n-th occupant of a seat; an *epoch* is the n-th
+//! membership of the draft group. Messages carry them, and anything older than the receiver's is dropped.
+//!
+//! A *lane* is a numbered row of every step. Which draft seat computes a lane may change from epoch to epoch; the lane's
+//! samples and its place in the sum do not, and so neither do the weights.
 
 use std::fmt;
 use std::str::FromStr;
@@ -152,28 +155,28 @@ pub struct Unit {
     pub sample: SampleSeq,
 }
 
-/// A row of a step: the work of one draft seat in one optimizer step.
+/// A row: the work of one lane in one optimizer step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum RowId {
     /// A row that is trained.
     Train {
         /// The step it belongs to.
         step: Step,
-        /// The draft seat it belongs to.
-        seat: u16,
+        /// The lane it belongs to.
+        lane: u16,
     },
-    /// A row that is only evaluated; it belongs to the draft seat `seat`.
+    /// A row that is only evaluated.
     HeldOut {
-        /// The draft seat that evaluates it.
-        seat: u16,
+        /// The lane it belongs to.
+        lane: u16,
     },
 }
 
 impl RowId {
-    /// The draft seat whose work this row is.
-    pub const fn seat(self) -> u16 {
+    /// The lane whose work this row is.
+    pub const fn lane(self) -> u16 {
         match self {
-            Self::Train { seat, .. } | Self::HeldOut { seat } => seat,
+            Self::Train { lane, .. } | Self::HeldOut { lane } => lane,
         }
     }
 }
@@ -181,8 +184,8 @@ impl RowId {
 impl fmt::Display for RowId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Train { step, seat } => write!(f, "row of step {step} for draft-{seat}"),
-            Self::HeldOut { seat } => write!(f, "held-out row of draft-{seat}"),
+            Self::Train { step, lane } => write!(f, "row of step {step} in lane {lane}"),
+            Self::HeldOut { lane } => write!(f, "held-out row of lane {lane}"),
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use eaglet_runtime::control::{Acceptance, CoordinatorCommand, Member, RankEvent, StepMetrics};
-use eaglet_runtime::ids::{Generation, RowId, Seat, Unit};
+use eaglet_runtime::ids::{Generation, Role, RowId, SampleSeq, Seat, Unit};
 use serde::{Deserialize, Serialize};
 
 use crate::journal::{Record, SampleSource};
@@ -30,7 +30,7 @@ pub enum Event {
         /// Why.
         reason: String,
     },
-    /// Intake has read all there is.
+    /// Intake has read all that the run starts with.
     Prepared {
         /// Verifier ids of the draft vocabulary, ascending.
         vocabulary: Vec<u32>,
@@ -38,6 +38,29 @@ pub enum Event {
         coverage: f64,
         /// Held-out prompts.
         held_out: Vec<Vec<u32>>,
+    },
+    /// Intake has read all there is for now, beyond what the run started with.
+    Grown,
+    /// A file was added to the live run; it is journaled before it is read.
+    SourceAdded {
+        /// The file.
+        file: PathBuf,
+    },
+    /// Nothing more will come: the run ends when all is trained.
+    IntakeClosed,
+    /// A quarantined sample is to be tried again.
+    SampleRetried {
+        /// Which.
+        sample: SampleSeq,
+        /// What was stored for it now, if it was refused on arrival and is accepted this time.
+        stored: Option<StoredSample>,
+    },
+    /// A rank is to be added, removed or restarted.
+    ChangeSeat {
+        /// Who asked: comes back with the answer.
+        ticket: u64,
+        /// What.
+        change: SeatChange,
     },
     /// A rank's process attached.
     Attached {
@@ -79,6 +102,39 @@ pub enum Event {
     Tick,
     /// Finish the step in flight, write a checkpoint, end.
     Drain,
+}
+
+/// Where an accepted sample lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoredSample {
+    /// Where it lies in the sample store.
+    pub location: Location,
+    /// Its length.
+    pub tokens: u32,
+    /// How many of them are trained.
+    pub trained_tokens: u32,
+}
+
+/// A change of the ranks of a live run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SeatChange {
+    /// A rank on the lowest seat that was never used, or back on a seat that was given up.
+    Add {
+        /// What it does.
+        role: Role,
+        /// CPU threads it computes with; 0 takes an even share.
+        threads: usize,
+    },
+    /// The rank leaves at the next step boundary and its seat stays empty.
+    Remove {
+        /// Its seat.
+        seat: Seat,
+    },
+    /// The rank is killed and its seat filled again, now and with a clean slate.
+    Restart {
+        /// Its seat.
+        seat: Seat,
+    },
 }
 
 /// Something to do. Commands are carried out in order; a failed append stops everything behind it.
@@ -139,6 +195,20 @@ pub enum Command {
         step: u64,
         /// Counts over all seats.
         acceptance: Acceptance,
+    },
+    /// A seat was added: ranks are told of it with their configuration.
+    SeatAdded {
+        /// The seat.
+        seat: Seat,
+        /// CPU threads it computes with; 0 takes an even share.
+        threads: usize,
+    },
+    /// The answer to [`Event::ChangeSeat`].
+    Answer {
+        /// Whose.
+        ticket: u64,
+        /// What was done, or why not.
+        answer: Result<String, String>,
     },
     /// The run is over.
     Finish(Outcome),

@@ -30,7 +30,7 @@ mod tests;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-pub use command::{Command, Event, Notice, Outcome, StepReport};
+pub use command::{Command, Event, Notice, Outcome, SeatChange, StepReport, StoredSample};
 use eaglet_runtime::control::{Acceptance, RankEvent};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, RowId, SampleSeq, Seat, Step};

@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use eaglet_runtime::contract::Contract;
 use eaglet_runtime::digest::Digest;
-use eaglet_runtime::ids::{Epoch, SampleSeq, Step, Unit};
+use eaglet_runtime::ids::{Epoch, SampleSeq, Seat, Step, Unit};
 use eaglet_runtime::samples::Location;
 use serde::{Deserialize, Serialize};
 
-use crate::engine::StepReport;
+use crate::engine::{StepReport, StoredSample};
 
 /// Where a sample came from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -68,8 +68,39 @@ pub enum Record {
     Planned {
         /// The step.
         step: Step,
-        /// Per draft seat, the units of its row.
+        /// Per lane, the units of its row.
         rows: Vec<Vec<Unit>>,
+    },
+    /// More was read after training had begun.
+    Grown {
+        /// Steps of the whole run from now on.
+        total_steps: u64,
+    },
+    /// A file was added to the live run.
+    SourceAdded {
+        /// The file.
+        file: PathBuf,
+    },
+    /// Nothing more will be read.
+    Closed,
+    /// A quarantined sample is pending again, in the passes in which it was quarantined.
+    Retried {
+        /// The sample.
+        sample: SampleSeq,
+        /// What was stored for it, if it had been refused on arrival.
+        stored: Option<StoredSample>,
+    },
+    /// A rank was added to the live run.
+    SeatAdded {
+        /// Its seat.
+        seat: Seat,
+        /// CPU threads it computes with; 0 takes an even share.
+        threads: usize,
+    },
+    /// A rank was removed from the live run.
+    SeatRemoved {
+        /// Its seat.
+        seat: Seat,
     },
     /// A unit turned out bad at the verifier and was taken out of its row.
     Quarantined {

@@ -10,7 +10,7 @@ use crate::ids::{Epoch, Generation, RowId, Seat, Step, Unit};
 use crate::row::PackedRow;
 
 /// Version of this vocabulary; both ends must speak the same one.
-pub const PROTOCOL: u32 = 1;
+pub const PROTOCOL: u32 = 2;
 
 /// A rank's first words on a stream.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -132,9 +132,13 @@ pub struct StepMetrics {
     pub conditional_total: f64,
 }
 
-/// What one seat measured in one optimizer step.
+/// What was measured on one lane in one optimizer step.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct SeatMetrics {
+pub struct LaneMetrics {
+    /// The lane.
+    pub lane: u16,
+    /// Whether its gradient holds nothing but finite numbers.
+    pub finite: bool,
     /// Total loss of the row.
     pub loss: f64,
     /// Per TTT step.
@@ -257,8 +261,8 @@ pub enum RankEvent {
         gradient: Digest,
         /// Digest of weights and moments that the step starts from.
         state: Digest,
-        /// What this seat measured.
-        metrics: SeatMetrics,
+        /// What was measured on each lane that this seat computed, ascending.
+        lanes: Vec<LaneMetrics>,
     },
     /// A committed step has been applied.
     Applied {
@@ -274,7 +278,7 @@ pub enum RankEvent {
         /// Its folder.
         folder: PathBuf,
     },
-    /// Acceptance was measured on this seat's held-out row.
+    /// Acceptance was measured on the held-out rows of this seat's lanes.
     Evaluated {
         /// Step of the weights.
         step: Step,
@@ -330,8 +334,10 @@ pub enum CoordinatorCommand {
     FormGroup {
         /// The epoch.
         epoch: Epoch,
-        /// All members, this rank among them.
+        /// All members in the order of their seats, this rank among them.
         members: Vec<Member>,
+        /// The draft seat that computes each lane, `[lanes]`.
+        owners: Vec<u16>,
     },
     /// Compute the hidden states of a row and send them.
     Extract(Extraction),
@@ -343,10 +349,8 @@ pub enum CoordinatorCommand {
         epoch: Epoch,
         /// The step.
         step: Step,
-        /// Whether this seat has a row in the step; without one it contributes nothing.
-        has_row: bool,
-        /// How many seats have a row: the sum is divided by it.
-        contributors: u16,
+        /// Lanes that have a row in this step, ascending; the sum over them is divided by their number.
+        lanes: Vec<u16>,
     },
     /// The step is in the journal: apply it.
     Commit {
@@ -359,7 +363,7 @@ pub enum CoordinatorCommand {
     },
     /// Write a checkpoint of the present state.
     Checkpoint,
-    /// Measure acceptance on the held-out row.
+    /// Measure acceptance on the held-out rows of this seat's lanes.
     Evaluate,
     /// Say [`RankEvent::Bye`] and exit.
     Quit,

@@ -294,7 +294,7 @@ mod tests {
 
     fn hidden(tokens: usize, states: u16, hidden: u32) -> BulkKind {
         BulkKind::Hidden {
-            row: RowId::HeldOut { seat: 1 },
+            row: RowId::HeldOut { lane: 1 },
             contract: Digest::of(b"contract"),
             dtype: HiddenDtype::Bf16,
             first_state: 0,
