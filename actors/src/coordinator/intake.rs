@@ -223,12 +223,12 @@ impl Reader {
                         .position(|&trained| trained != 0)
                         .unwrap_or(tokens.len());
                     tokens.truncate(prompt);
-                    // No more is kept than all draft seats together evaluate.
+                    // No more is kept than all lanes together evaluate.
                     let config = &self.arguments.config;
                     let need = tokens.len() + config.training.max_new_tokens;
                     let room = config.samples.held_out_rows
                         * config.training.tokens_per_row
-                        * config.draft_seats().len();
+                        * usize::from(config.rows_per_step());
                     if !tokens.is_empty() && self.held_out_tokens + need <= room {
                         self.held_out_tokens += need;
                         self.held_out.push(tokens);
