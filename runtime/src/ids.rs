@@ -170,6 +170,14 @@ pub enum RowId {
 }
 
 impl RowId {
+    /// The step that a row is trained in.
+    pub const fn step(self) -> Option<Step> {
+        match self {
+            Self::Train { step, .. } => Some(step),
+            Self::HeldOut { .. } => None,
+        }
+    }
+
     /// The draft seat whose work this row is.
     pub const fn seat(self) -> u16 {
         match self {

@@ -15,6 +15,7 @@ use eaglet_runtime::row::{HiddenRow, HiddenStates};
 
 use super::gradient::{self, Group};
 use super::{Context, Input, RankFault, Worker};
+use crate::faults::{self, Damage, Point};
 use crate::replica::{IncomingState, Replica};
 
 /// The worker of a draft seat.
@@ -74,6 +75,7 @@ impl DraftWorker {
                 origin,
             } => {
                 self.context.enter(Activity::Loading);
+                faults::reach(Point::Load, None)?;
                 if self.replica.is_none() {
                     let threads = self.context.threads;
                     let replica = Replica::build(&self.context.config, &vocabulary, &contract, threads)
@@ -106,6 +108,7 @@ impl DraftWorker {
             }
             CoordinatorCommand::Checkpoint => {
                 self.context.enter(Activity::Saving);
+                faults::reach(Point::Save, self.replica.as_ref().map(Replica::step))?;
                 let replica = self.replica.as_ref().ok_or_else(not_loaded)?;
                 let keep = self.context.config.checkpoints.keep;
                 let folder = replica
@@ -179,16 +182,19 @@ impl DraftWorker {
 
     fn form(&mut self, epoch: Epoch, members: Vec<Member>) -> Result<(), RankFault> {
         self.abandon(epoch);
+        faults::reach(Point::Form, None)?;
         let group = Group::connect(self.context.seat, self.context.generation, epoch, members)
             .map_err(RankFault::passing)?;
         self.group = Some(group);
         self.context.say(RankEvent::GroupReady { epoch });
+        faults::reach(Point::Formed, None)?;
         Ok(())
     }
 
     fn begin(&mut self, step: Step, has_row: bool, contributors: u16) -> Result<(), RankFault> {
         let _step = tracing::info_span!("step", step = step.0, epoch = %self.epoch).entered();
         self.context.enter(Activity::Computing);
+        faults::reach(Point::Begin, Some(step))?;
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         let group = self
             .group
@@ -209,13 +215,16 @@ impl DraftWorker {
             (true, Some(row)) => Some(row),
             (true, None) => return Err(RankFault::passing(format!("the {id} is not here"))),
         };
-        let (gradient, metrics) = replica.gradient(row).map_err(RankFault::passing)?;
+        let (mut gradient, metrics) = replica.gradient(row).map_err(RankFault::passing)?;
         tracing::debug!(
             loss = metrics.loss,
             tokens = metrics.tokens,
             ms = metrics.compute_ms,
             "gradient computed"
         );
+        if let (Some(Damage::Nan), Some(value)) = (faults::reach(Point::Computed, Some(step))?, gradient.first_mut()) {
+            *value = f32::NAN;
+        }
         let shape = group.shape(gradient.len(), 1.0 / f32::from(contributors.max(1)));
         let mut reduce = SeatOrderedReduce::new(shape).map_err(RankFault::passing)?;
         let outgoing = reduce.start(gradient).map_err(RankFault::passing)?;
@@ -258,6 +267,7 @@ impl DraftWorker {
                 let outgoing = reduce
                     .receive(message.header.from.index, phase, segment, bytes)
                     .map_err(RankFault::passing)?;
+                faults::reach(Point::Reducing, Some(at))?;
                 group.send_all(at, outgoing).map_err(RankFault::passing)?;
             }
             _ => self.early.push(message),
@@ -279,6 +289,7 @@ impl DraftWorker {
         };
         let replica = self.replica.as_ref().ok_or_else(not_loaded)?;
         let gradient = reduce.finish().map_err(RankFault::passing)?;
+        faults::reach(Point::Staged, Some(step))?;
         let event = RankEvent::Staged {
             epoch: self.epoch,
             step,
@@ -288,12 +299,14 @@ impl DraftWorker {
         };
         self.phase = Phase::Staged { step, gradient };
         self.context.say(event);
+        faults::reach(Point::Voted, Some(step))?;
         Ok(())
     }
 
     fn commit(&mut self, step: Step, learning_rate: f64) -> Result<(), RankFault> {
         let _step = tracing::info_span!("step", step = step.0, epoch = %self.epoch).entered();
         self.context.enter(Activity::Applying);
+        faults::reach(Point::Commit, Some(step))?;
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         match std::mem::replace(&mut self.phase, Phase::Idle) {
             Phase::Staged {
@@ -317,6 +330,7 @@ impl DraftWorker {
             step: reached,
             state: replica.digest(),
         });
+        faults::reach(Point::Applied, Some(step))?;
         Ok(())
     }
 
@@ -353,6 +367,8 @@ impl DraftWorker {
             self.donor = None;
             self.early_states.clear();
             self.say_ready();
+        } else {
+            faults::reach(Point::Adopting, None)?;
         }
         Ok(())
     }
