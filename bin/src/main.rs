@@ -1,5 +1,6 @@
 //! The `eaglet` command.
 
+mod bench;
 mod cli;
 mod launch;
 mod live;
@@ -15,7 +16,7 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use eaglet_actors::config::{self, ClusterConfig};
 
-use cli::{Cli, Command, Exit, PictureArgs, SamplesCommand, ShowArgs};
+use cli::{BenchCommand, Cli, Command, Exit, PictureArgs, RecoveryArgs, SamplesCommand, ShowArgs};
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
@@ -25,6 +26,7 @@ fn main() -> ExitCode {
         },
         Command::Rank(arguments) => launch::occupy(&arguments),
         Command::Samples(SamplesCommand::Show(arguments)) => show(&arguments),
+        Command::Bench(BenchCommand::Recovery(arguments)) => bench_recovery(&arguments),
         Command::LivePicture(arguments) => picture(&arguments),
     };
     let exit = result.unwrap_or_else(|error| {
@@ -55,6 +57,13 @@ fn show(arguments: &ShowArgs) -> Result<Exit> {
         // A pager that was left early has seen what it wanted.
         Err(error) if is_broken_pipe(&error) => Ok(Exit::Done),
         shown => shown.map(|()| Exit::Done),
+    }
+}
+
+fn bench_recovery(arguments: &RecoveryArgs) -> Result<Exit> {
+    match load(&arguments.cluster, &arguments.sets) {
+        Ok(config) => bench::recovery(arguments, config, &mut io::stdout().lock()).map(|()| Exit::Done),
+        Err(exit) => Ok(exit),
     }
 }
 

@@ -1,5 +1,8 @@
 //! Harness of the whole-cluster tests: real processes of the real binary, in run directories of their own.
 
+pub mod drill;
+pub mod traces;
+
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -54,6 +57,14 @@ impl Cluster {
     /// # Panics
     /// If the process cannot be started.
     pub fn launch(directory: &Path, sets: &[&str]) -> Self {
+        Self::launch_with_faults(directory, sets, "")
+    }
+
+    /// As [`Self::launch`], with faults on purpose.
+    ///
+    /// # Panics
+    /// If the process cannot be started.
+    pub fn launch_with_faults(directory: &Path, sets: &[&str], faults: &str) -> Self {
         let mut command = Command::new(eaglet());
         command
             .arg("launch")
@@ -67,6 +78,7 @@ impl Cluster {
         }
         let errors = std::fs::File::create(directory.with_extension("stderr")).expect("a file for stderr");
         let mut child = command
+            .env("EAGLET_FAULTS", faults)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(errors)

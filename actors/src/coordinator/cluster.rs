@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use eaglet_runtime::control::transport::{Accepted, Admit};
-use eaglet_runtime::control::{Acceptance, CoordinatorCommand, Extraction, PROTOCOL};
-use eaglet_runtime::ids::{Generation, RowId, Seat, Unit};
+use eaglet_runtime::control::{Acceptance, CoordinatorCommand, Extraction, PROTOCOL, RankEvent};
+use eaglet_runtime::ids::{Generation, RowId, Seat, Step, Unit};
 use eaglet_runtime::row::{PackedRow, Sample};
 use eaglet_runtime::samples::{Location, SampleStore, StoreError};
 use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef, RpcReplyPort, SupervisionEvent};
@@ -17,10 +17,13 @@ use tokio::sync::oneshot;
 use super::host::Host;
 use super::monitor::MonitorMessage;
 use super::proxy::{ProxyArguments, ProxyMessage, RankProxy};
-use crate::engine::{Command, Engine, Event, Outcome};
-use crate::journal::{Journal, SampleSource};
+use crate::engine::{Command, Engine, Event, Outcome, Phase};
+use crate::faults::{self, Point};
+use crate::journal::{Journal, Record, SampleSource};
 
 const TICK: Duration = Duration::from_millis(100);
+/// The cause of a rank's end if that was in good order.
+const LEFT: &str = "it left";
 
 /// The actor.
 pub(super) struct Cluster;
@@ -171,10 +174,11 @@ impl Actor for Cluster {
     ) -> Result<(), ActorProcessingErr> {
         let (id, cause) = match event {
             SupervisionEvent::ActorFailed(cell, error) => (cell.get_id(), error.to_string()),
-            SupervisionEvent::ActorTerminated(cell, ..) => (cell.get_id(), "it left".to_owned()),
+            SupervisionEvent::ActorTerminated(cell, ..) => (cell.get_id(), LEFT.to_owned()),
             _ => return Ok(()),
         };
         if let Some((seat, generation)) = state.proxies.remove(&id) {
+            state.note_loss(seat, generation, &cause);
             state.arguments.registry.proxies().remove(&(seat, generation));
             let log_tail = state.arguments.host.last_words(seat);
             state
@@ -193,13 +197,39 @@ impl Actor for Cluster {
     }
 }
 
+/// The step that a replica votes for.
+fn vote(event: &Event) -> Option<Step> {
+    match event {
+        Event::Rank {
+            event: RankEvent::Staged { step, .. },
+            ..
+        } => Some(*step),
+        _ => None,
+    }
+}
+
+/// Whether a command puts a committed step on disk.
+fn commits(command: &Command) -> bool {
+    matches!(
+        command,
+        Command::Append {
+            record: Record::Committed { .. },
+            ..
+        }
+    )
+}
+
 impl ClusterState {
     async fn feed(&mut self, myself: &ActorRef<ClusterMessage>, event: Event) {
         if self.broken {
             return;
         }
         let now_ms = self.started.elapsed().as_millis() as u64;
+        let vote = vote(&event);
         let commands = self.arguments.engine.handle(now_ms, event);
+        if vote.is_some() && !commands.iter().any(commits) {
+            faults::pass(Point::Voted, vote);
+        }
         self.carry_out(myself, commands).await;
         let view = self.arguments.engine.view(now_ms);
         // The monitor lives as long as the cluster.
@@ -249,6 +279,9 @@ impl ClusterState {
                     if let Err(error) = self.arguments.journal.append(&record, sync) {
                         self.give_up(&error.to_string());
                         return;
+                    }
+                    if let Record::Committed { step, .. } = record {
+                        faults::pass(Point::Journaled, Some(step));
                     }
                 }
                 Command::Spawn { seat, generation } => self.spawn(myself, seat, generation).await,
@@ -302,13 +335,28 @@ impl ClusterState {
                         self.show(MonitorMessage::Notice(notice));
                     }
                 }
-                Command::Committed(report) => self.show(MonitorMessage::Committed(report)),
+                Command::Committed(report) => {
+                    let unix_ms = faults::unix_ms();
+                    self.show(MonitorMessage::Committed { report, unix_ms });
+                }
                 Command::Evaluated { step, acceptance } => {
                     self.show(MonitorMessage::Evaluated { step, acceptance });
                 }
                 Command::SeatAdded { .. } | Command::Answer { .. } => {}
                 Command::Finish(outcome) => self.finish(outcome),
             }
+        }
+    }
+
+    /// Tells the metrics of a rank that ended without being told to.
+    fn note_loss(&self, seat: Seat, generation: Generation, cause: &str) {
+        if cause != LEFT && !matches!(self.arguments.engine.phase(), Phase::Leaving | Phase::Finished) {
+            self.show(MonitorMessage::Lost {
+                seat,
+                generation,
+                cause: cause.to_owned(),
+                unix_ms: faults::unix_ms(),
+            });
         }
     }
 
@@ -333,6 +381,7 @@ impl ClusterState {
             Err(error) => {
                 self.arguments.registry.proxies().remove(&(seat, generation));
                 let cause = format!("its process cannot be started: {error}");
+                self.note_loss(seat, generation, &cause);
                 let event = Event::Lost {
                     seat,
                     generation,

@@ -27,6 +27,7 @@ use self::intake::{Intake, IntakeArguments};
 use self::monitor::{Monitor, MonitorArguments, MonitorMessage};
 use crate::config::ClusterConfig;
 use crate::engine::{Engine, Event, Notice, Outcome, ReplayError};
+use crate::faults::{self, Victim};
 use crate::journal::{Journal, Record};
 use crate::monitor::Snapshot;
 use crate::recipe;
@@ -90,6 +91,7 @@ impl Launched {
 /// # Errors
 /// In one line each: an unusable verifier, tokenizer, run directory, journal, or port.
 pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Result<Launched> {
+    faults::arm(Victim::Coordinator)?;
     let files = VerifierFiles::open(&config.verifier.path)?;
     files.check()?;
     let tokenizer = ChatTokenizer::load(&config.verifier.path)?;

@@ -7,12 +7,13 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use eaglet_runtime::control::{Acceptance, Activity};
-use eaglet_runtime::ids::{Role, Step};
+use eaglet_runtime::ids::{Epoch, Generation, Role, Seat, Step};
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::watch;
 
 use crate::config::ClusterConfig;
 use crate::engine::{EngineView, Notice, Phase, SeatView, StepReport};
+use crate::faults::unix_ms;
 use crate::journal::Record;
 use crate::monitor::{self, Point, RankState, RankView, SampleCounts, Snapshot, StepAccuracy};
 
@@ -44,7 +45,14 @@ pub(super) enum MonitorMessage {
     /// A line for the user.
     Notice(Notice),
     /// A step was committed.
-    Committed(StepReport),
+    Committed { report: StepReport, unix_ms: u64 },
+    /// A rank was lost.
+    Lost {
+        seat: Seat,
+        generation: Generation,
+        cause: String,
+        unix_ms: u64,
+    },
     /// Acceptance was measured.
     Evaluated { step: u64, acceptance: Acceptance },
     /// The run is over, and how it ended.
@@ -67,6 +75,8 @@ pub(super) struct MonitorState {
     training: Rate,
     trained_tokens: u64,
     steps: Rate,
+    /// The newest epoch that was formed.
+    formed: Option<Epoch>,
 }
 
 impl Monitor {
@@ -113,6 +123,7 @@ impl Monitor {
             training: Rate::default(),
             trained_tokens: 0,
             steps: Rate::default(),
+            formed: None,
         };
         let (actor, life) = Actor::spawn(None, Self, state).await?;
         Ok((actor, receiver, life))
@@ -149,7 +160,19 @@ impl Actor for Monitor {
                 state.note(format!("{mark}{}", notice.text));
                 state.publish(true);
             }
-            MonitorMessage::Committed(report) => {
+            MonitorMessage::Lost {
+                seat,
+                generation,
+                cause,
+                unix_ms,
+            } => state.record(&serde_json::json!({
+                "event": "lost",
+                "seat": seat.to_string(),
+                "generation": generation,
+                "cause": cause,
+                "unix_ms": unix_ms,
+            })),
+            MonitorMessage::Committed { report, unix_ms } => {
                 let now = Instant::now();
                 state.trained_tokens += report.tokens;
                 state.training.add(now, state.trained_tokens);
@@ -164,6 +187,7 @@ impl Actor for Monitor {
                         "tokens": report.tokens,
                         "trained_tokens": report.trained_tokens,
                         "elapsed_s": state.started.elapsed().as_secs_f64(),
+                        "unix_ms": unix_ms,
                     }));
                 }
                 state.publish(true);
@@ -230,6 +254,16 @@ impl MonitorState {
         snapshot.eta_s = (rate > 0.0).then(|| (left as f32 / rate) as u64);
         if let Some(checkpoint) = &view.checkpoint {
             snapshot.checkpoint = Some(self.directory.join(checkpoint).display().to_string());
+        }
+        let formed = view.formed.then_some(view.epoch);
+        if formed.is_some() && formed != self.formed {
+            self.formed = formed;
+            self.record(&serde_json::json!({
+                "event": "epoch",
+                "epoch": view.epoch.to_string(),
+                "step": view.committed,
+                "unix_ms": unix_ms(),
+            }));
         }
     }
 

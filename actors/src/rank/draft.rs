@@ -15,6 +15,7 @@ use eaglet_runtime::row::{HiddenRow, HiddenStates};
 
 use super::gradient::{self, Group};
 use super::{Context, Input, RankFault, Worker};
+use crate::faults::{self, Damage, Point};
 use crate::replica::{IncomingState, Replica};
 
 /// The worker of a draft seat.
@@ -78,6 +79,7 @@ impl DraftWorker {
                 origin,
             } => {
                 self.context.enter(Activity::Loading);
+                faults::reach(Point::Load, None)?;
                 if self.replica.is_none() {
                     let threads = self.context.threads;
                     let replica = Replica::build(&self.context.config, &vocabulary, &contract, threads)
@@ -111,6 +113,7 @@ impl DraftWorker {
             }
             CoordinatorCommand::Checkpoint => {
                 self.context.enter(Activity::Saving);
+                faults::reach(Point::Save, self.replica.as_ref().map(Replica::step))?;
                 let replica = self.replica.as_ref().ok_or_else(not_loaded)?;
                 let keep = self.context.config.checkpoints.keep;
                 let folder = replica
@@ -193,6 +196,7 @@ impl DraftWorker {
             return Ok(());
         }
         self.abandon(epoch);
+        faults::reach(Point::Form, None)?;
         let seat = self.context.seat.index;
         // Rows of lanes that are somebody else's now are extracted again for their new owner.
         self.rows
@@ -207,6 +211,7 @@ impl DraftWorker {
         .map_err(RankFault::passing)?;
         self.group = Some(group);
         self.context.say(RankEvent::GroupReady { epoch });
+        faults::reach(Point::Formed, None)?;
         Ok(())
     }
 
@@ -214,6 +219,7 @@ impl DraftWorker {
     fn begin(&mut self, step: Step, lanes: &[u16]) -> Result<(), RankFault> {
         let _step = tracing::info_span!("step", step = step.0, epoch = %self.epoch).entered();
         self.context.enter(Activity::Computing);
+        faults::reach(Point::Begin, Some(step))?;
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         let group = self
             .group
@@ -239,6 +245,11 @@ impl DraftWorker {
                 .get(&id)
                 .ok_or_else(|| RankFault::passing(format!("the {id} is not here")))?;
             let mut metrics = replica.gradient(row, &mut gradient).map_err(RankFault::passing)?;
+            if let (Some(Damage::Nan), Some(value)) =
+                (faults::reach(Point::Computed, Some(step))?, gradient.first_mut())
+            {
+                *value = f32::NAN;
+            }
             metrics.lane = lane;
             metrics.finite = metrics.loss.is_finite() && is_finite(&gradient);
             tracing::debug!(
@@ -292,6 +303,7 @@ impl DraftWorker {
                 let outgoing = reduce
                     .receive(message.header.from.index, phase, segment, bytes)
                     .map_err(RankFault::passing)?;
+                faults::reach(Point::Reducing, Some(at))?;
                 group.send_all(at, outgoing).map_err(RankFault::passing)?;
             }
             _ => self.early.push(message),
@@ -313,6 +325,7 @@ impl DraftWorker {
         };
         let replica = self.replica.as_ref().ok_or_else(not_loaded)?;
         let gradient = reduce.finish().map_err(RankFault::passing)?;
+        faults::reach(Point::Staged, Some(step))?;
         if !is_finite(&gradient) {
             // Finite parts may have a sum that is not; it must not be applied either.
             lanes.iter_mut().for_each(|lane| lane.finite = false);
@@ -326,12 +339,14 @@ impl DraftWorker {
         };
         self.phase = Phase::Staged { step, gradient };
         self.context.say(event);
+        faults::reach(Point::Voted, Some(step))?;
         Ok(())
     }
 
     fn commit(&mut self, step: Step, learning_rate: f64) -> Result<(), RankFault> {
         let _step = tracing::info_span!("step", step = step.0, epoch = %self.epoch).entered();
         self.context.enter(Activity::Applying);
+        faults::reach(Point::Commit, Some(step))?;
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         match std::mem::replace(&mut self.phase, Phase::Idle) {
             Phase::Staged {
@@ -355,6 +370,7 @@ impl DraftWorker {
             step: reached,
             state: replica.digest(),
         });
+        faults::reach(Point::Applied, Some(step))?;
         Ok(())
     }
 
@@ -391,6 +407,8 @@ impl DraftWorker {
             self.donor = None;
             self.early_states.clear();
             self.say_ready();
+        } else {
+            faults::reach(Point::Adopting, None)?;
         }
         Ok(())
     }

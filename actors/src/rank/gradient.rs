@@ -10,6 +10,8 @@ use eaglet_runtime::link::{
     BulkKind, BulkOutgoing, BulkSender, Endpoint, Hello, LinkError, SendError, SenderOptions,
 };
 
+use crate::faults::{self, Damage, Point};
+
 /// Longest wait for room in the queue towards a peer: the queue holds more than a step ever sends.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest wait for a replacement to take a state.
@@ -100,6 +102,16 @@ impl Group {
     }
 }
 
+/// Options of every link to a draft replica.
+pub(super) fn link_options() -> SenderOptions {
+    let corrupt = faults::pass(Point::Link, None) == Some(Damage::Corrupt);
+    SenderOptions {
+        // The first chunk is a header, the second a tensor.
+        corrupt_nth: corrupt.then_some(1),
+        ..SenderOptions::default()
+    }
+}
+
 /// Sends messages to somebody who is in no group yet, and waits until they are taken.
 pub(super) fn send_once(
     seat: Seat,
@@ -109,7 +121,7 @@ pub(super) fn send_once(
     messages: impl IntoIterator<Item = (BulkKind, Bytes)>,
 ) -> Result<(), LinkFailure> {
     let link = dial(seat, generation, epoch, to)?;
-    for (kind, bytes) in messages {
+    for (index, (kind, bytes)) in messages.into_iter().enumerate() {
         link.send(
             BulkOutgoing {
                 epoch,
@@ -118,6 +130,11 @@ pub(super) fn send_once(
             },
             STATE_TIMEOUT,
         )?;
+        if index == 0 && faults::are_armed() {
+            // A fault on purpose comes when the peer has a part of the state.
+            link.drain(STATE_TIMEOUT)?;
+            faults::pass(Point::Donating, None);
+        }
     }
     if link.drain(STATE_TIMEOUT)? {
         Ok(())
@@ -150,7 +167,7 @@ fn dial(seat: Seat, generation: Generation, epoch: Epoch, to: &Member) -> Result
         },
     };
     let name = format!("{seat} to draft-{}", to.seat);
-    BulkSender::connect(&to.bulk_name, hello, SenderOptions::default(), move |error| {
+    BulkSender::connect(&to.bulk_name, hello, link_options(), move |error| {
         tracing::warn!(link = name, %error, "a link ended");
     })
 }

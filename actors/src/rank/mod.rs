@@ -25,6 +25,7 @@ use rustix::process::{Pid, Signal};
 use self::activity::ActivityGauge;
 use self::control::Control;
 use crate::config::ClusterConfig;
+use crate::faults::{self, Victim};
 
 /// Exit code of a rank that fenced itself off.
 pub const FENCED: i32 = 75;
@@ -73,6 +74,12 @@ impl RankFault {
     }
 }
 
+impl From<faults::Injected> for RankFault {
+    fn from(fault: faults::Injected) -> Self {
+        Self::passing(fault)
+    }
+}
+
 /// What the compute thread takes from its inbox.
 enum Input {
     /// The coordinator said something.
@@ -114,6 +121,7 @@ trait Worker {
 /// If the rank cannot start, or has told the coordinator why it cannot go on.
 pub fn run(arguments: &RankArguments) -> anyhow::Result<()> {
     die_with_parent(arguments.parent)?;
+    faults::arm(Victim::Rank(arguments.seat, Some(arguments.generation)))?;
     let _rank =
         tracing::info_span!("rank", seat = %arguments.seat, generation = arguments.generation.0).entered();
     let (inbox, inputs) = crossbeam_channel::unbounded();

@@ -6,11 +6,13 @@ use std::time::Duration;
 use eaglet_runtime::control::{Activity, CoordinatorCommand, Extraction, HeldOutRequest, Member, RankEvent};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, RowId, Seat};
-use eaglet_runtime::link::{BulkKind, BulkOutgoing, BulkSender, Endpoint, Hello, SendError, SenderOptions};
+use eaglet_runtime::link::{BulkKind, BulkOutgoing, BulkSender, Endpoint, Hello, SendError};
 use eaglet_runtime::row::{PackedRow, Sample};
 use eaglet_runtime::verifier::{Verifier, VerifierError, VerifierOptions};
 
+use super::gradient::link_options;
 use super::{Context, Input, RankFault, Worker};
+use crate::faults::{self, Point};
 use crate::recipe;
 
 /// Longest wait for room in the queue towards a draft replica; it holds more rows than are ever under way.
@@ -49,6 +51,7 @@ impl VerifierWorker {
 
     fn load(&mut self) -> Result<(), RankFault> {
         self.context.enter(Activity::Loading);
+        faults::reach(Point::Load, None)?;
         let config = &self.context.config.verifier;
         let options = VerifierOptions {
             threads: self.context.threads,
@@ -75,6 +78,7 @@ impl VerifierWorker {
         } = extraction;
         let _row = tracing::info_span!("row", %row).entered();
         self.context.enter(Activity::Extracting);
+        faults::reach(Point::Extract, row.step())?;
         let dtype = self.context.config.verifier.hidden_dtype;
         let loaded = self.loaded()?;
         match loaded.verifier.extract(&content, dtype) {
@@ -152,6 +156,7 @@ impl VerifierWorker {
             },
             parts: vec![hidden.bytes.into()],
         };
+        faults::reach(Point::Transfer, row.step())?;
         let generation = destination.generation;
         let sent = self
             .link_to(&destination)
@@ -162,12 +167,15 @@ impl VerifierWorker {
                 Ok(()) => Ok(()),
             });
         match sent {
-            Ok(()) => self.context.say(RankEvent::Extracted {
-                row,
-                seat: destination.seat,
-                generation,
-                tokens,
-            }),
+            Ok(()) => {
+                self.context.say(RankEvent::Extracted {
+                    row,
+                    seat: destination.seat,
+                    generation,
+                    tokens,
+                });
+                faults::reach(Point::Sent, row.step())?;
+            }
             Err(Unsent::Now(reason)) => {
                 tracing::warn!(draft = destination.seat, reason, "cannot hand over a row");
                 self.links.remove(&destination.seat);
@@ -208,7 +216,7 @@ impl VerifierWorker {
             let seat = destination.seat;
             let ended =
                 move |error: &_| tracing::warn!(draft = seat, %error, "a link to a draft replica ended");
-            match BulkSender::connect(&destination.bulk_name, hello, SenderOptions::default(), ended) {
+            match BulkSender::connect(&destination.bulk_name, hello, link_options(), ended) {
                 Ok(link) => {
                     self.links.insert(destination.seat, (destination.clone(), link));
                 }
