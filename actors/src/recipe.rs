@@ -10,7 +10,7 @@ use eaglet_runtime::verifier::{VerifierConfig, VerifierError, VerifierFiles};
 
 use serde_json::Value;
 
-use crate::config::{ClusterConfig, Schedule};
+use crate::config::{ClusterConfig, SamplesConfig, Schedule};
 use crate::engine::{Fall, LearningRate, RestartPolicy, Settings};
 
 /// Rows are extracted for so many steps ahead of the one that is trained.
@@ -207,6 +207,10 @@ fn decisive(config: &ClusterConfig) -> Result<Value, serde_json::Error> {
     (training.evaluate_every_steps, training.max_new_tokens) = (0, 0);
     let mut samples = config.samples.clone();
     samples.held_out_rows = 0;
+    // How samples arrive decides nothing: which ones have come, and in which order, stands in the journal.
+    let unset = SamplesConfig::default();
+    (samples.watch, samples.follow, samples.open) = (unset.watch, unset.follow, unset.open);
+    samples.poll_interval_ms = unset.poll_interval_ms;
     Ok(serde_json::json!({
         "run": { "seed": config.run.seed },
         "verifier": { "aux_layers": config.verifier.aux_layers },

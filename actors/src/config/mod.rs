@@ -118,7 +118,12 @@ impl ClusterConfig {
         if self.run.directory.as_os_str().is_empty() {
             self.run.directory = Path::new("runs").join(&self.run.name);
         }
-        let files = self.samples.files.iter_mut().chain(&mut self.samples.held_out);
+        let samples = &mut self.samples;
+        let files = samples
+            .files
+            .iter_mut()
+            .chain(&mut samples.watch)
+            .chain(&mut samples.held_out);
         for path in files.chain([&mut self.run.directory, &mut self.verifier.path]) {
             if !path.as_os_str().is_empty() {
                 // Joining component by component drops `.`, so that one file has one spelling.
