@@ -10,13 +10,15 @@ use eaglet_runtime::verifier::{VerifierConfig, VerifierError, VerifierFiles};
 
 use serde_json::Value;
 
-use crate::config::{ClusterConfig, SamplesConfig, Schedule};
+use crate::config::{ClusterConfig, RankConfig, RestartsConfig, SamplesConfig, Schedule};
 use crate::engine::{Fall, LearningRate, RestartPolicy, Settings};
 
 /// Rows are extracted for so many steps ahead of the one that is trained.
 const PREFETCH_STEPS: u64 = 3;
 /// A process that has not attached by then never will.
 const ATTACH_TIMEOUT_MS: u64 = 30_000;
+/// Linking up takes milliseconds.
+const FORM_TIMEOUT_MS: u64 = 30_000;
 
 /// Why a run cannot be made of a configuration.
 #[derive(Debug, thiserror::Error)]
@@ -217,7 +219,6 @@ fn decisive(config: &ClusterConfig) -> Result<Value, serde_json::Error> {
         "draft": serde_json::to_value(&config.draft)?,
         "training": serde_json::to_value(training)?,
         "samples": serde_json::to_value(samples)?,
-        "ranks": { "draft": config.draft_seats().len() },
     }))
 }
 
@@ -250,8 +251,9 @@ pub fn differing_keys(one: &ClusterConfig, other: &ClusterConfig) -> Vec<String>
 pub fn settings(config: &ClusterConfig, contract: Contract) -> Settings {
     let supervision = &config.supervision;
     Settings {
-        draft_seats: config.draft_seats().len() as u16,
-        verifier_seats: config.verifier_seats().len() as u16,
+        lanes: config.rows_per_step(),
+        seats: config.ranks.iter().map(RankConfig::seat).collect(),
+        open: config.samples.is_open(),
         contract,
         recipe: digest(config),
         tokens_per_row: config.training.tokens_per_row as u32,
@@ -269,11 +271,18 @@ pub fn settings(config: &ClusterConfig, contract: Contract) -> Settings {
         load_timeout_ms: supervision.load_timeout_s * 1000,
         step_timeout_ms: supervision.step_timeout_s * 1000,
         leave_timeout_ms: supervision.drain_timeout_s * 1000,
-        restarts: RestartPolicy {
-            max_restarts: supervision.max_restarts,
-            window_ms: supervision.restart_window_s * 1000,
-            backoff_initial_ms: supervision.backoff_initial_ms,
-            backoff_max_ms: supervision.backoff_max_ms,
-        },
+        form_timeout_ms: FORM_TIMEOUT_MS,
+        verifier_restarts: restarts(&config.verifier_restarts),
+        draft_restarts: restarts(&config.draft_restarts),
+    }
+}
+
+fn restarts(config: &RestartsConfig) -> RestartPolicy {
+    RestartPolicy {
+        max_restarts: config.max,
+        window_ms: config.window_s * 1000,
+        backoff_initial_ms: config.backoff_initial_ms,
+        backoff_max_ms: config.backoff_max_ms,
+        then: config.then,
     }
 }

@@ -9,7 +9,7 @@ use eaglet_runtime::checkpoint::{
     self, CheckpointError, CheckpointFolder, DraftConfig, StateView, TrainingState,
 };
 use eaglet_runtime::contract::Contract;
-use eaglet_runtime::control::{Acceptance, SeatMetrics, StepMetrics};
+use eaglet_runtime::control::{Acceptance, LaneMetrics, StepMetrics};
 use eaglet_runtime::device::Cpu;
 use eaglet_runtime::digest::{Digest, Digester};
 use eaglet_runtime::draft::{Draft, DraftBatch, DraftError, FrozenWeights, init_parameters};
@@ -237,21 +237,24 @@ impl Replica {
         ]
     }
 
-    /// The gradient of a row, or zeros without one, and what was measured on the way.
+    /// A vector for a gradient, of any contents; [`Self::apply`] takes it back for the next step.
+    pub fn take_gradient(&mut self) -> Vec<f32> {
+        let mut gradient = std::mem::take(&mut self.gradient);
+        gradient.resize(self.parameters.len(), 0.0);
+        gradient
+    }
+
+    /// Writes the gradient of a row into a vector from [`Self::take_gradient`]; what was measured on the way.
     ///
     /// # Errors
     /// If the row does not fit the draft.
-    pub fn gradient(&mut self, row: Option<&HiddenRow>) -> Result<(Vec<f32>, SeatMetrics), ReplicaError> {
+    pub fn gradient(&mut self, row: &HiddenRow, gradient: &mut [f32]) -> Result<LaneMetrics, ReplicaError> {
         let begun = Instant::now();
-        let mut gradient = std::mem::take(&mut self.gradient);
-        gradient.resize(self.parameters.len(), 0.0);
-        let Some(row) = row else {
-            gradient.fill(0.0);
-            return Ok((gradient, SeatMetrics::default()));
-        };
         let batch = DraftBatch::from_row(row)?;
-        let metrics = self.draft.gradient(&self.parameters, &batch, &mut gradient)?;
-        let metrics = SeatMetrics {
+        let metrics = self.draft.gradient(&self.parameters, &batch, gradient)?;
+        Ok(LaneMetrics {
+            lane: 0,
+            finite: true,
             loss: metrics.loss,
             ttt: metrics
                 .steps
@@ -267,8 +270,7 @@ impl Replica {
             tokens: row.row.len() as u64,
             trained_tokens: metrics.masked_tokens as u64,
             compute_ms: begun.elapsed().as_millis() as u64,
-        };
-        Ok((gradient, metrics))
+        })
     }
 
     /// Applies a reduced gradient: clips it to the global norm, then AdamW. The step is over.

@@ -242,12 +242,16 @@ fn supervision(config: &ClusterConfig, checker: &mut Checker<'_>) {
             )
         },
     );
-    let (initial, max) = (supervision.backoff_initial_ms, supervision.backoff_max_ms);
-    checker.rule(
-        initial <= max,
-        &["supervision.backoff_initial_ms", "supervision.backoff_max_ms"],
-        || format!("supervision.backoff_initial_ms = {initial} must not exceed supervision.backoff_max_ms = {max}"),
-    );
+    for (section, restarts) in [
+        ("verifier_restarts", &config.verifier_restarts),
+        ("draft_restarts", &config.draft_restarts),
+    ] {
+        let (initial, max) = (restarts.backoff_initial_ms, restarts.backoff_max_ms);
+        let paths = ["backoff_initial_ms", "backoff_max_ms"].map(|name| format!("{section}.{name}"));
+        checker.rule(initial <= max, &[paths[0].as_str(), paths[1].as_str()], || {
+            format!("{} = {initial} must not exceed {} = {max}", paths[0], paths[1])
+        });
+    }
 }
 
 fn ranks(config: &ClusterConfig, checker: &mut Checker<'_>) {

@@ -22,8 +22,8 @@ use serde::{Deserialize, Serialize};
 use layers::{Layers, VARIABLE_PREFIX};
 pub use problem::{ConfigError, Place, Problem};
 pub use sections::{
-    CheckpointsConfig, DraftConfig, RankConfig, RunConfig, SamplesConfig, Schedule, SupervisionConfig,
-    TooLong, TrainingConfig, VerifierConfig,
+    CheckpointsConfig, DraftConfig, RankConfig, RestartsConfig, RunConfig, SamplesConfig, Schedule,
+    SupervisionConfig, TooLong, TrainingConfig, VerifierConfig,
 };
 
 /// A whole cluster, as `cluster.toml` describes it.
@@ -44,6 +44,10 @@ pub struct ClusterConfig {
     pub checkpoints: CheckpointsConfig,
     /// When a rank is given up and how it comes back.
     pub supervision: SupervisionConfig,
+    /// When a lost verifier rank comes back, and when it is given up.
+    pub verifier_restarts: RestartsConfig,
+    /// When a lost draft rank comes back, and when it is given up.
+    pub draft_restarts: RestartsConfig,
     /// The processes of the cluster.
     pub ranks: Vec<RankConfig>,
 }
@@ -113,7 +117,7 @@ impl ClusterConfig {
         builder.build()?.try_deserialize()
     }
 
-    /// Makes paths absolute and numbers the seats that have no number.
+    /// Makes paths absolute, numbers the seats that have no number and fixes the rows of a step.
     fn resolve(&mut self, folder: &Path, layers: &Layers) {
         if self.run.directory.as_os_str().is_empty() {
             self.run.directory = Path::new("runs").join(&self.run.name);
@@ -150,6 +154,8 @@ impl ClusterConfig {
             rank.seat = (0..u16::MAX).find(free).unwrap_or(u16::MAX);
             taken.push(rank.seat());
         }
+        let drafts = self.draft_seats().len() as u16;
+        self.training.rows_per_step.get_or_insert(drafts.max(1));
     }
 
     /// The configuration as a cluster file with absolute paths and numbered seats; it loads to an equal value.
@@ -167,6 +173,11 @@ impl ClusterConfig {
     /// If the text is no resolved configuration.
     pub fn from_resolved(text: &str) -> Result<Self, toml::de::Error> {
         toml::from_str(text)
+    }
+
+    /// Rows of each step.
+    pub fn rows_per_step(&self) -> u16 {
+        self.training.rows_per_step.unwrap_or(1)
     }
 
     /// Seats of the drafts, ascending.

@@ -9,6 +9,8 @@ use eaglet_runtime::draft::LayerKind;
 use eaglet_runtime::ids::{Role, Seat};
 use serde::{Deserialize, Serialize};
 
+use crate::engine::WhenExhausted;
+
 /// `[run]`: what the run is called and where it lives.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -146,8 +148,11 @@ pub struct TrainingConfig {
     pub passes: u32,
     /// Optimizer steps after which training ends even if samples are left. Default: no cap.
     pub steps: Option<u64>,
-    /// Tokens of a row; each draft seat trains one row a step. Default 2048.
+    /// Tokens of a row. Default 2048.
     pub tokens_per_row: usize,
+    /// Rows of each step: the batch is this many rows, however many draft ranks share them. It decides the weights; the
+    /// number of draft ranks does not. Default: the number of draft ranks.
+    pub rows_per_step: Option<u16>,
     /// Peak learning rate of AdamW. Default 1e-3: a draft is one layer that starts from random weights and sees
     /// thousands of steps, not millions; recipes that use 1e-4 train it for ten epochs. Clipping and warm-up keep it
     /// stable; take 1e-4 to continue a trained draft.
@@ -182,6 +187,7 @@ impl Default for TrainingConfig {
             passes: 1,
             steps: None,
             tokens_per_row: 2048,
+            rows_per_step: None,
             learning_rate: 1e-3,
             beta1: 0.9,
             beta2: 0.999,
@@ -228,7 +234,7 @@ pub struct SamplesConfig {
     pub held_out: Vec<PathBuf>,
     /// Without `held_out` files, every n-th sample is held out; 0 holds none out. Default 0.
     pub held_out_every: u64,
-    /// Rows that each draft seat evaluates at most. Default 1.
+    /// Rows that are evaluated at most for each of `training.rows_per_step`. Default 4.
     pub held_out_rows: usize,
     /// Longest line that is read, in bytes; a longer one is quarantined. Default 16 MiB.
     pub max_line_bytes: usize,
@@ -300,14 +306,6 @@ pub struct SupervisionConfig {
     pub dead_after_ms: u64,
     /// Silence of the coordinator after which a rank stops by itself, in ms. Default 5000.
     pub coordinator_lease_ms: u64,
-    /// Restarts of one seat within `restart_window_s`; one more ends the run. Default 5.
-    pub max_restarts: u32,
-    /// Window in which restarts are counted, in s. Default 600.
-    pub restart_window_s: u64,
-    /// Wait before the first restart of a seat, doubled for each further one, in ms. Default 200.
-    pub backoff_initial_ms: u64,
-    /// Longest wait before a restart, in ms. Default 10000.
-    pub backoff_max_ms: u64,
     /// Time in which a rank has to load its weights, in s. Default 600.
     pub load_timeout_s: u64,
     /// Time in which a row has to be extracted, or a step computed, in s. Default 300.
@@ -323,10 +321,6 @@ impl Default for SupervisionConfig {
             suspect_after_ms: 1000,
             dead_after_ms: 2000,
             coordinator_lease_ms: 5000,
-            max_restarts: 5,
-            restart_window_s: 600,
-            backoff_initial_ms: 200,
-            backoff_max_ms: 10_000,
             load_timeout_s: 600,
             step_timeout_s: 300,
             drain_timeout_s: 30,
@@ -343,6 +337,36 @@ impl SupervisionConfig {
     /// `coordinator_lease_ms` as a duration.
     pub const fn coordinator_lease(&self) -> Duration {
         Duration::from_millis(self.coordinator_lease_ms)
+    }
+}
+
+/// `[verifier_restarts]` and `[draft_restarts]`: when a lost rank comes back, and when it is given up.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RestartsConfig {
+    /// Restarts of one seat within `window_s`; at one more loss it is given up. Default 5.
+    pub max: u32,
+    /// Window in which restarts are counted, in s. Default 600.
+    pub window_s: u64,
+    /// Wait before the second restart within the window, doubled for each further one, in ms; the first comes at once,
+    /// since most losses are single ones. Default 200.
+    pub backoff_initial_ms: u64,
+    /// Longest wait before a restart, in ms. Default 10000.
+    pub backoff_max_ms: u64,
+    /// What happens when a seat is given up: `continue` goes on with the other ranks of its role, if there are any, and
+    /// to the same weights; `stop` ends the run with the first cause. Default `continue`.
+    pub then: WhenExhausted,
+}
+
+impl Default for RestartsConfig {
+    fn default() -> Self {
+        Self {
+            max: 5,
+            window_s: 600,
+            backoff_initial_ms: 200,
+            backoff_max_ms: 10_000,
+            then: WhenExhausted::Continue,
+        }
     }
 }
 

@@ -218,7 +218,7 @@ fn the_other_layers_name_the_variable_or_the_flag() {
 fn wrong_types_and_ranges_are_all_reported() {
     let lines = "threads = -1\n[training]\nttt_steps = 0\npasses = \"two\"\nwarmup_ratio = 1.0\nlearning_rate = nan\n\
                  schedule = \"linaer\"\n[draft]\nfc_norm = 1\nhead_dim = 3\n[verifier.aux_layers]\n\
-                 [supervision]\nmax_restarts = []\n";
+                 [draft_restarts]\nmax = []\n";
     assert_eq!(
         problems_with(lines),
         [
@@ -232,7 +232,7 @@ fn wrong_types_and_ranges_are_all_reported() {
             "cluster.toml:26: draft.fc_norm must be true or false, found 1",
             "cluster.toml:27: draft.head_dim = 3 must be even; rotary embeddings turn pairs of dimensions",
             "cluster.toml:28: verifier.aux_layers is a key, not a section",
-            "cluster.toml:30: supervision.max_restarts must be a whole number, 0 to 1000000, found []",
+            "cluster.toml:30: draft_restarts.max must be a whole number, 0 to 1000000, found []",
         ]
     );
 }
@@ -260,8 +260,8 @@ fn texts_lists_names_and_addresses_are_checked() {
 #[test]
 fn rules_across_keys_are_reported_at_the_key_that_was_written() {
     let lines = "[draft]\nheads = 6\nkv_heads = 4\n[training]\ndecay_ratio = 0.5\nschedule = \"linear\"\n\
-                 [supervision]\nsuspect_after_ms = 200\ncoordinator_lease_ms = 1000\nbackoff_initial_ms = 60000\n\
-                 [checkpoints]\nkeep = 0\n";
+                 [supervision]\nsuspect_after_ms = 200\ncoordinator_lease_ms = 1000\n\
+                 [draft_restarts]\nbackoff_initial_ms = 60000\n[checkpoints]\nkeep = 0\n";
     assert_eq!(
         problems_with(lines),
         [
@@ -271,8 +271,8 @@ fn rules_across_keys_are_reported_at_the_key_that_was_written() {
              late beat makes a rank suspect",
             "cluster.toml:26: supervision.coordinator_lease_ms = 1000 must be at least supervision.dead_after_ms = \
              2000, else ranks leave before they are missed",
-            "cluster.toml:27: supervision.backoff_initial_ms = 60000 must not exceed supervision.backoff_max_ms = 10000",
-            "cluster.toml:29: checkpoints.keep must be a whole number, 1 to 10000, found 0",
+            "cluster.toml:28: draft_restarts.backoff_initial_ms = 60000 must not exceed draft_restarts.backoff_max_ms = 10000",
+            "cluster.toml:30: checkpoints.keep must be a whole number, 1 to 10000, found 0",
         ]
     );
     assert_eq!(

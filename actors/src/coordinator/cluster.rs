@@ -306,6 +306,7 @@ impl ClusterState {
                 Command::Evaluated { step, acceptance } => {
                     self.show(MonitorMessage::Evaluated { step, acceptance });
                 }
+                Command::SeatAdded { .. } | Command::Answer { .. } => {}
                 Command::Finish(outcome) => self.finish(outcome),
             }
         }

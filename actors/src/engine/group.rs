@@ -1,37 +1,65 @@
-//! When the draft replicas form an epoch: all seats filled, all at the same step with the same digest.
+//! When the draft replicas form an epoch: the owners of all lanes, all at the same step with the same digest.
 //!
 //! A replica without a state takes it from a healthy peer; only if nobody has one, from the latest checkpoint, and the
-//! journal's steps after it are then done again with the same batches.
+//! journal's steps after it are then done again with the same batches. A replica that joins a running group builds its
+//! model first, and takes its state at the next step boundary.
 
 use eaglet_runtime::control::{CoordinatorCommand, DraftOrigin};
 use eaglet_runtime::digest::Digest;
-use eaglet_runtime::ids::{Epoch, Generation, Seat, Step};
+use eaglet_runtime::ids::{Epoch, Generation, Role, Seat, Step};
 
-use super::seats::Status;
+use super::seats::{SeatState, Status};
 use super::steps::StepPhase;
 use super::{Engine, Phase};
 
 impl Engine {
-    /// A draft replica is gone: what belongs to the present epoch is void.
-    pub(super) fn break_group(&mut self, seat: Seat, generation: Generation) {
-        self.epoch = self.epoch.next();
-        self.formed = false;
-        self.step_phase = StepPhase::Idle;
-        let epoch = self.epoch;
-        for other in self.draft_seats() {
-            let state = self.seats.get_mut(other);
-            if state.donor == Some((seat.index, generation)) {
-                // Its donor died: it needs another one.
-                state.donor = None;
-                state.status = Status::Attached;
-            }
-            if state.status == Status::Ready {
-                self.send(other, CoordinatorCommand::Abandon { epoch });
-            }
+    /// Members of the present epoch, from their invitation on.
+    pub(super) fn members(&self) -> impl Iterator<Item = Seat> + use<> {
+        self.members.clone().into_iter().map(Seat::draft)
+    }
+
+    /// A draft replica is gone: if it was a member, what belongs to the present epoch is void.
+    pub(super) fn draft_lost(&mut self, seat: Seat, generation: Generation) {
+        let orphans: Vec<Seat> = self
+            .seats
+            .iter()
+            .filter(|(_, state)| state.donor == Some((seat.index, generation)))
+            .map(|(seat, _)| seat)
+            .collect();
+        for orphan in orphans {
+            // Its donor died: it needs another one.
+            let state = self.seats.get_mut(orphan);
+            state.donor = None;
+            state.status = Status::Attached;
+        }
+        if self.members.contains(&seat.index) {
+            self.restart_epoch();
         }
     }
 
-    pub(super) fn draft_ready(&mut self, seat: Seat, step: Step, digest: Digest) {
+    /// Drops the step in flight; the group is to be formed again.
+    pub(super) fn restart_epoch(&mut self) {
+        self.epoch = self.epoch.next();
+        self.formed = false;
+        self.members.clear();
+        self.step_phase = StepPhase::Idle;
+        let epoch = self.epoch;
+        let ready: Vec<Seat> = self
+            .seats
+            .active(Role::Draft)
+            .filter(|&seat| self.seats.get(seat).status == Status::Ready)
+            .collect();
+        for seat in ready {
+            self.send(seat, CoordinatorCommand::Abandon { epoch });
+        }
+    }
+
+    pub(super) fn draft_ready(&mut self, seat: Seat, load: u32, step: Step, digest: Digest) {
+        // FENCE: an answer to an earlier load, or the same one again, is not heard.
+        let state = self.seats.get(seat);
+        if state.status != Status::Loading || state.loads != load {
+            return;
+        }
         if let Some(known) = self
             .latest_checkpoint()
             .filter(|known| known.step == step && known.state != digest)
@@ -47,60 +75,106 @@ impl Engine {
         state.status = Status::Ready;
         state.since_ms = now_ms;
         state.donor = None;
-        state.state = Some((step, digest));
+        // Who only built its model beside a running group holds nothing that counts.
+        state.state = (!state.builds_only).then_some((step, digest));
     }
 
     pub(super) fn group_ready(&mut self, seat: Seat, epoch: Epoch) {
         self.seats.get_mut(seat).joined = Some(epoch);
     }
 
-    /// Gives states to those without one, and forms the epoch once all agree.
+    /// Gives states to those without one, and forms the epoch once all who are needed agree.
     pub(super) fn advance_group(&mut self) {
-        if !self.prepared || matches!(self.phase, Phase::Leaving | Phase::Finished) || self.formed {
+        if !self.prepared || matches!(self.phase, Phase::Leaving | Phase::Finished) {
             return;
         }
         self.heal();
-        let Some(common) = self.common_state() else { return };
-        let epoch = self.epoch;
-        let seats: Vec<Seat> = self.draft_seats().collect();
-        if seats
-            .iter()
-            .all(|&seat| self.seats.get(seat).joined == Some(epoch))
-        {
-            self.formed = true;
-            self.step_phase = StepPhase::Idle;
-            self.notice(format!(
-                "epoch {epoch}: {} draft replicas at step {}",
-                seats.len(),
-                common.0
-            ));
+        if self.formed {
             return;
         }
-        let members: Vec<_> = seats
-            .iter()
-            .map(|&seat| self.seats.get(seat).member(seat))
-            .collect();
-        for seat in seats {
-            let state = self.seats.get_mut(seat);
-            if state.invited != Some(epoch) {
-                state.invited = Some(epoch);
-                self.send(
-                    seat,
-                    CoordinatorCommand::FormGroup {
-                        epoch,
-                        members: members.clone(),
-                    },
-                );
-            }
+        if self.members.is_empty() {
+            self.remove_leavers();
+            self.assign_lanes();
+            self.invite();
+        }
+        let epoch = self.epoch;
+        let joined = |seat: Seat| self.seats.get(seat).joined == Some(epoch);
+        if !self.members.is_empty() && self.members().all(joined) {
+            self.formed = true;
+            self.was_filled = true;
+            self.step_phase = StepPhase::Idle;
+            let step = self.common_state().map_or(self.committed, |(step, _)| step);
+            let count = self.members.len();
+            let replicas = if count == 1 { "replica" } else { "replicas" };
+            self.notice(format!("epoch {epoch}: {count} draft {replicas} at step {step}"));
         }
     }
 
-    /// The state that all draft replicas hold, if they do.
-    pub(super) fn common_state(&mut self) -> Option<(Step, Digest)> {
-        let mut common = None;
-        for seat in self.draft_seats() {
+    /// Invites the owners of all lanes, and whoever else is at the same state, once all owners are.
+    fn invite(&mut self) {
+        let owners: Option<Vec<u16>> = self.owners.iter().copied().collect();
+        let Some(owners) = owners else { return };
+        // Who takes a state right now is waited for: it would be behind again a step later.
+        let adopting = |seat| {
             let state = self.seats.get(seat);
-            if state.status != Status::Ready || state.applying {
+            state.status == Status::Loading && !state.builds_only
+        };
+        if self.seats.active(Role::Draft).any(adopting) {
+            return;
+        }
+        let Some(common) = self.agreed_state(owners.iter().copied().map(Seat::draft)) else {
+            return;
+        };
+        let here: Vec<Seat> = self
+            .seats
+            .active(Role::Draft)
+            .filter(|&seat| {
+                let state = self.seats.get(seat);
+                state.status == Status::Ready
+                    && state.applying_since_ms.is_none()
+                    && state.state == Some(common)
+            })
+            .collect();
+        self.members = here.iter().map(|seat| seat.index).collect();
+        self.forming_since_ms = self.now_ms;
+        let epoch = self.epoch;
+        let members: Vec<_> = here
+            .iter()
+            .map(|&seat| self.seats.get(seat).member(seat))
+            .collect();
+        for seat in here {
+            self.send(
+                seat,
+                CoordinatorCommand::FormGroup {
+                    epoch,
+                    members: members.clone(),
+                    owners: owners.clone(),
+                },
+            );
+        }
+    }
+
+    /// Members that keep the others waiting for the epoch to form.
+    pub(super) fn late_in_forming(&self) -> Vec<Seat> {
+        if self.formed || self.now_ms <= self.forming_since_ms + self.settings.form_timeout_ms {
+            return Vec::new();
+        }
+        self.members()
+            .filter(|&seat| self.seats.get(seat).joined != Some(self.epoch))
+            .collect()
+    }
+
+    /// The state that all members hold, if they do and nothing is on its way to them.
+    pub(super) fn common_state(&mut self) -> Option<(Step, Digest)> {
+        let members: Vec<Seat> = self.members().collect();
+        self.agreed_state(members.into_iter())
+    }
+
+    fn agreed_state(&mut self, seats: impl Iterator<Item = Seat>) -> Option<(Step, Digest)> {
+        let mut common = None;
+        for seat in seats {
+            let state = self.seats.get(seat);
+            if state.status != Status::Ready || state.applying_since_ms.is_some() {
                 return None;
             }
             let here = state.state?;
@@ -122,18 +196,53 @@ impl Engine {
         self.warn(format!(
             "{why}; all of them are started again from the latest checkpoint"
         ));
-        for seat in self.draft_seats() {
+        let seats: Vec<Seat> = self.seats.active(Role::Draft).collect();
+        for seat in seats {
             let state = self.seats.get_mut(seat);
             state.state = None;
             if state.status == Status::Ready {
                 state.status = Status::Loading;
             }
-            self.kill(seat, why);
+            if state.is_live() {
+                self.kill(seat, why);
+            }
+        }
+    }
+
+    /// Whether somebody could join at this step boundary, or wants to leave and can.
+    pub(super) fn membership_changes(&self) -> bool {
+        self.seats.active(Role::Draft).any(|seat| {
+            let joins = self.seats.get(seat).status == Status::Ready && !self.members.contains(&seat.index);
+            joins || self.can_leave(seat)
+        })
+    }
+
+    /// Whether a draft rank was asked to leave and nobody needs its state.
+    fn can_leave(&self, seat: Seat) -> bool {
+        let reached = |seat: &SeatState| seat.state.map(|(step, _)| step);
+        let leaver = self.seats.get(seat);
+        leaver.removed
+            && leaver.applying_since_ms.is_none()
+            && self.seats.active(Role::Draft).any(|other| {
+                let state = self.seats.get(other);
+                !state.removed && state.status == Status::Ready && reached(state) >= reached(leaver)
+            })
+    }
+
+    /// Lets go of draft ranks that were asked to leave; called between two epochs.
+    fn remove_leavers(&mut self) {
+        let leavers: Vec<Seat> = self
+            .seats
+            .active(Role::Draft)
+            .filter(|&seat| self.can_leave(seat))
+            .collect();
+        for seat in leavers {
+            self.dismiss(seat);
         }
     }
 
     fn heal(&mut self) {
-        let seats: Vec<Seat> = self.draft_seats().collect();
+        let seats: Vec<Seat> = self.seats.active(Role::Draft).collect();
         let best = seats
             .iter()
             .filter(|&&seat| self.seats.get(seat).status == Status::Ready)
@@ -141,13 +250,21 @@ impl Engine {
             .max_by_key(|&(step, seat)| (step, std::cmp::Reverse(seat)));
         for seat in seats {
             let state = self.seats.get(seat);
-            let behind = state.status == Status::Ready
-                && !state.applying
-                && matches!((state.state, best), (Some((step, _)), Some((top, _))) if step < top);
+            let behind = !self.formed
+                && self.members.is_empty()
+                && state.status == Status::Ready
+                && state.applying_since_ms.is_none()
+                && match (state.state, best) {
+                    (Some((step, _)), Some((top, _))) => step < top,
+                    (held, _) => held.is_none(),
+                };
             if state.status != Status::Attached && !behind {
                 continue;
             }
+            // A running group is not held up: the newcomer builds its model, and takes a state at the next boundary.
+            let builds_only = self.formed || !self.members.is_empty();
             let origin = match best {
+                _ if builds_only => DraftOrigin::Initial,
                 Some((_, donor)) if donor != seat => {
                     let to = self.seats.get(seat).member(seat);
                     let from = self.seats.get(donor).member(donor);
@@ -166,11 +283,15 @@ impl Engine {
             state.since_ms = now_ms;
             state.state = None;
             state.joined = None;
+            state.builds_only = builds_only;
+            state.loads += 1;
+            let load = state.loads;
             let vocabulary = self.vocabulary.clone();
             let contract = self.settings.contract.clone();
             self.send(
                 seat,
                 CoordinatorCommand::LoadDraft {
+                    load,
                     vocabulary,
                     contract,
                     origin,

@@ -19,7 +19,7 @@ pub enum UnitState {
     Extracted,
     /// Part of a committed step.
     Trained,
-    /// Refused, with a reason in the journal.
+    /// Refused, with a reason in the journal, until somebody asks for another try.
     Quarantined,
 }
 
@@ -95,7 +95,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// Moves a unit; trained and quarantined units stay where they are for ever.
+    /// Moves a unit; trained ones stay where they are for ever, quarantined ones until [`Self::readmit`].
     ///
     /// # Errors
     /// If the unit is unknown or stands where no way leads to `to`.
@@ -127,6 +127,26 @@ impl Ledger {
             self.advance(unit, state)?;
         }
         Ok(())
+    }
+
+    /// Makes a quarantined unit pending again, on request.
+    ///
+    /// # Errors
+    /// If the unit is not quarantined.
+    pub fn readmit(&mut self, unit: Unit) -> Result<(), LedgerError> {
+        match self.states.get_mut(&unit) {
+            Some(state @ UnitState::Quarantined) => {
+                *state = UnitState::Pending;
+                self.counts.quarantined -= 1;
+                self.counts.pending += 1;
+                Ok(())
+            }
+            other => Err(LedgerError {
+                unit,
+                from: other.copied(),
+                to: UnitState::Pending,
+            }),
+        }
     }
 
     /// Where a unit stands.

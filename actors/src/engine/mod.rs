@@ -10,12 +10,16 @@
 //! - ORDER: the batch of a step depends only on the journal ([`Record::Planned`] precedes its use).
 //! - SAME: all replicas hold the same digest at the same step, or the step is not committed.
 //!
-//! Files: `seats` who sits where, `group` when the draft replicas form an epoch, `router` which row goes where,
-//! `steps` begin, stage, commit, [`ledger`] the account, `replay` the state that a journal implies.
+//! Files: `seats` who sits where, `membership` who comes and goes on request, `lanes` who computes what, `group` when the
+//! draft replicas form an epoch, `router` which row goes where, `steps` begin, stage, commit, `plan` and `growth` what is
+//! trained, [`ledger`] the account, `replay` the state that a journal implies.
 
 mod command;
 mod group;
+mod growth;
+mod lanes;
 pub mod ledger;
+mod membership;
 mod plan;
 mod replay;
 mod router;
@@ -35,14 +39,16 @@ use eaglet_runtime::control::{Acceptance, RankEvent};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, RowId, SampleSeq, Seat, Step};
 use eaglet_runtime::samples::Location;
+pub use growth::QuarantinedSample;
 pub use ledger::LedgerCounts;
 pub use replay::ReplayError;
-pub use settings::{Fall, LearningRate, RestartPolicy, Settings};
+pub use settings::{Fall, Growth, LearningRate, RestartPolicy, Settings, WhenExhausted};
 pub use view::{EngineView, SeatView};
 
+use self::growth::Quarantine;
 use self::ledger::Ledger;
 use self::plan::Plans;
-use self::router::RowState;
+use self::router::Row;
 use self::seats::Seats;
 use self::steps::StepPhase;
 use crate::journal::Record;
@@ -52,7 +58,7 @@ use crate::journal::Record;
 pub enum Phase {
     /// Samples are being read; ranks start.
     Preparing,
-    /// Steps are being trained.
+    /// Steps are being trained, or more samples waited for.
     Training,
     /// The last checkpoint is being written.
     Closing {
@@ -84,6 +90,8 @@ struct SampleFact {
     /// Index of its file in `files`.
     file: u32,
     line: u64,
+    /// Which record of that line it is.
+    ordinal: u32,
 }
 
 /// The state machine of one run.
@@ -94,39 +102,63 @@ pub struct Engine {
     outcome: Option<Outcome>,
     ledger: Ledger,
     samples: BTreeMap<SampleSeq, SampleFact>,
-    /// Names of the files that samples came from.
-    files: Vec<String>,
+    /// Files that samples came from.
+    files: Vec<SampleFile>,
+    /// Files that were added to the live run.
+    added_sources: Vec<PathBuf>,
+    quarantined: BTreeMap<SampleSeq, Quarantine>,
+    /// Whether more samples may come after all are trained.
+    open: bool,
     next_sample: SampleSeq,
     vocabulary: Vec<u32>,
     held_out: Vec<Vec<u32>>,
     prepared: bool,
     total_steps: u64,
+    growth: Option<Growth>,
+    /// Learning rate of the last committed step.
+    last_rate: f64,
     plans: Plans,
     committed: Step,
     /// Of committed steps that a checkpoint may have to be led over again.
-    history: BTreeMap<Step, CommittedDigests>,
+    history: BTreeMap<Step, CommittedStep>,
     checkpoints: Vec<KnownCheckpoint>,
     seats: Seats,
     epoch: Epoch,
     formed: bool,
-    rows: BTreeMap<RowId, RowState>,
+    /// Whether a group was formed in this launch.
+    was_filled: bool,
+    /// Draft seats of the present epoch, from their invitation on; ascending.
+    members: Vec<u16>,
+    forming_since_ms: u64,
+    /// The draft seat that computes each lane, `[lanes]`.
+    owners: Vec<Option<u16>>,
+    rows: BTreeMap<RowId, Row>,
     step_phase: StepPhase,
     evaluated: Option<(Step, Acceptance)>,
-    /// Draft seats whose held-out row the verifier refused.
+    /// Lanes whose held-out row the verifier refused.
     held_out_refused: BTreeSet<u16>,
     gradient_disputes: u32,
-    /// A link between replicas that broke: its sender, and when that was heard.
-    broken_link: Option<(Seat, Generation, u64)>,
+    /// A link between replicas that broke: its sender, the epoch, and when that was heard.
+    broken_link: Option<(Seat, Generation, Epoch, u64)>,
     extracted_tokens: u64,
     launch: u32,
     leaving_since_ms: u64,
     commands: Vec<Command>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct CommittedDigests {
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct CommittedStep {
     gradient: Digest,
     state: Digest,
+    learning_rate: f64,
+}
+
+/// A file, and how far it was read.
+#[derive(Clone, Debug)]
+struct SampleFile {
+    name: String,
+    last_line: u64,
+    records_of_last_line: u32,
 }
 
 impl Engine {
@@ -136,6 +168,7 @@ impl Engine {
     /// If the records contradict each other or these settings.
     pub fn new(settings: Settings, records: &[Record], now_ms: u64) -> Result<Self, ReplayError> {
         let seats = Seats::new(&settings, now_ms);
+        let (open, lanes) = (settings.open, usize::from(settings.lanes));
         let mut engine = Self {
             settings,
             now_ms,
@@ -144,11 +177,16 @@ impl Engine {
             ledger: Ledger::default(),
             samples: BTreeMap::new(),
             files: Vec::new(),
+            added_sources: Vec::new(),
+            quarantined: BTreeMap::new(),
+            open,
             next_sample: SampleSeq::default(),
             vocabulary: Vec::new(),
             held_out: Vec::new(),
             prepared: false,
             total_steps: 0,
+            growth: None,
+            last_rate: 0.0,
             plans: Plans::default(),
             committed: Step::default(),
             history: BTreeMap::new(),
@@ -156,6 +194,10 @@ impl Engine {
             seats,
             epoch: Epoch::default(),
             formed: false,
+            was_filled: false,
+            members: Vec::new(),
+            forming_since_ms: now_ms,
+            owners: vec![None; lanes],
             rows: BTreeMap::new(),
             step_phase: StepPhase::Idle,
             evaluated: None,
@@ -204,6 +246,11 @@ impl Engine {
             } => {
                 self.finish_preparing(vocabulary, coverage, held_out);
             }
+            Event::Grown => self.grow(),
+            Event::SourceAdded { file } => self.add_source(file),
+            Event::IntakeClosed => self.close_intake(),
+            Event::SampleRetried { sample, stored } => self.retry_sample(sample, stored),
+            Event::ChangeSeat { ticket, change } => self.change_seat(ticket, change),
             Event::Attached {
                 seat,
                 generation,
@@ -235,6 +282,7 @@ impl Engine {
             Event::Tick => {
                 self.tick();
                 self.mend_group();
+                self.expire_rows();
             }
             Event::Drain => {
                 if matches!(
@@ -275,21 +323,23 @@ impl Engine {
                 );
             }
             RankEvent::VerifierReady { contract } => self.verifier_ready(seat, &contract),
-            RankEvent::DraftReady { step, state } => self.draft_ready(seat, step, state),
+            RankEvent::DraftReady { load, step, state } => self.draft_ready(seat, load, step, state),
             RankEvent::GroupReady { epoch } => self.group_ready(seat, epoch),
             RankEvent::Extracted {
                 row,
-                generation: destination,
+                seat: draft,
+                generation: occupant,
                 tokens,
             } => {
-                self.row_extracted(seat, generation, row, destination, tokens);
+                self.row_extracted(seat, generation, row, (draft, occupant), tokens);
             }
             RankEvent::NotSent {
                 row,
-                generation: destination,
+                seat: draft,
+                generation: occupant,
                 reason,
             } => {
-                self.row_not_sent(seat, row, destination, &reason);
+                self.row_not_sent(seat, generation, row, (draft, occupant), &reason);
             }
             RankEvent::BadSample { row, unit, reason } => {
                 self.bad_sample(seat, generation, row, unit, &reason)
@@ -298,21 +348,22 @@ impl Engine {
             RankEvent::LinkBroken {
                 from,
                 generation: sender,
+                epoch,
                 reason,
             } => {
-                self.link_broken(seat, from, sender, &reason);
+                self.link_broken(seat, from, sender, epoch, &reason);
             }
             RankEvent::Staged {
                 epoch,
                 step,
                 gradient,
                 state,
-                metrics,
+                lanes,
             } => {
-                self.staged(seat, epoch, step, gradient, state, metrics);
+                self.staged(seat, epoch, step, gradient, state, lanes);
             }
             RankEvent::Applied { step, state } => self.applied(seat, step, state),
-            RankEvent::Checkpointed { step, folder } => self.checkpointed(step, folder),
+            RankEvent::Checkpointed { step, folder } => self.checkpointed(seat, step, folder),
             RankEvent::Evaluated { step, acceptance } => self.seat_evaluated(seat, step, &acceptance),
             RankEvent::Fault { reason, permanent } => {
                 self.seats.fault(seat, reason.clone());
@@ -322,7 +373,8 @@ impl Engine {
                     self.kill(seat, &reason);
                 }
             }
-            RankEvent::Bye => self.seats.said_bye(seat),
+            // Its process ends next, and that is what counts.
+            RankEvent::Bye => {}
         }
     }
 
@@ -384,10 +436,6 @@ impl Engine {
         if !matches!(self.phase, Phase::Leaving | Phase::Finished) {
             self.start_leaving();
         }
-    }
-
-    fn draft_seats(&self) -> impl Iterator<Item = Seat> + use<> {
-        (0..self.settings.draft_seats).map(Seat::draft)
     }
 
     fn latest_checkpoint(&self) -> Option<&KnownCheckpoint> {

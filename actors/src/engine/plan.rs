@@ -8,7 +8,7 @@ use eaglet_runtime::ids::{SampleSeq, Step, Unit};
 use eaglet_runtime::samples::{Location, plan_step};
 
 use super::ledger::UnitState;
-use super::{Engine, Phase, SampleFact};
+use super::{Engine, Phase, Quarantine, SampleFact};
 use crate::journal::{Record, SampleSource};
 
 /// Refused rows and answers that are told one by one.
@@ -17,7 +17,7 @@ const REFUSALS_SHOWN: u64 = 5;
 /// Units that wait for a row, and the rows that were decided.
 #[derive(Debug, Default)]
 pub(super) struct Plans {
-    /// Per step, the units of each draft seat's row.
+    /// Per step, the units of each lane's row.
     pub(super) steps: BTreeMap<Step, Vec<Vec<Unit>>>,
     /// Units that are in no row yet.
     pub(super) unplanned: BTreeSet<Unit>,
@@ -49,7 +49,7 @@ impl Engine {
 
     pub(super) fn refuse_sample(&mut self, source: SampleSource, reason: String) {
         let sample = self.next_sample;
-        self.turn_away_sample(sample);
+        self.turn_away_sample(sample, &source, &reason);
         let name = source
             .id
             .as_ref()
@@ -78,14 +78,7 @@ impl Engine {
         location: Location,
         tokens: u32,
     ) {
-        // Samples come file by file, so the last name is nearly always the right one.
-        let file = match self.files.iter().rposition(|name| *name == source.file) {
-            Some(index) => index,
-            None => {
-                self.files.push(source.file.clone());
-                self.files.len() - 1
-            }
-        } as u32;
+        let (file, ordinal) = self.note_source(source);
         self.samples.insert(
             sample,
             SampleFact {
@@ -93,6 +86,7 @@ impl Engine {
                 tokens,
                 file,
                 line: source.line,
+                ordinal,
             },
         );
         self.next_sample = sample.next();
@@ -110,7 +104,18 @@ impl Engine {
         self.ledger.counts().quarantined / u64::from(self.settings.passes.max(1))
     }
 
-    pub(super) fn turn_away_sample(&mut self, sample: SampleSeq) {
+    pub(super) fn turn_away_sample(&mut self, sample: SampleSeq, source: &SampleSource, reason: &str) {
+        let (file, ordinal) = self.note_source(source);
+        self.quarantined.insert(
+            sample,
+            Quarantine {
+                file,
+                line: source.line,
+                ordinal,
+                refused: true,
+                reason: reason.to_owned(),
+            },
+        );
         self.next_sample = sample.next();
         for pass in 0..self.settings.passes {
             // As above: the unit is new.
@@ -122,11 +127,7 @@ impl Engine {
         if self.prepared {
             return;
         }
-        let possible = self.count_steps();
-        let total_steps = self
-            .settings
-            .step_limit
-            .map_or(possible, |limit| limit.min(possible));
+        let total_steps = self.total_of_all();
         if total_steps == 0 {
             let counts = self.ledger.counts();
             self.fail(format!(
@@ -145,9 +146,11 @@ impl Engine {
             self.phase = Phase::Training;
         }
         self.notice(format!(
-            "{} samples make {possible} steps, {total_steps} will be trained; draft vocabulary of {} covers {:.2} % \
-             of the trained tokens",
+            "{} samples, {total_steps} steps in {} lanes of {} tokens; draft vocabulary of {} covers {:.2} % of the \
+             trained tokens",
             self.samples.len(),
+            self.settings.lanes,
+            self.settings.tokens_per_row,
             vocabulary.len(),
             100.0 * coverage,
         ));
@@ -177,33 +180,32 @@ impl Engine {
         );
     }
 
-    fn count_steps(&self) -> u64 {
-        let mut left = self.plans.unplanned.clone();
-        let mut steps = 0;
-        while let Some(rows) = self.plan_from(&left) {
-            let before = left.len();
-            for unit in rows.iter().flatten() {
-                left.remove(unit);
-            }
-            if left.len() == before {
-                break;
-            }
+    /// Steps of the whole run if nothing more comes.
+    pub(super) fn total_of_all(&self) -> u64 {
+        let lengths: Vec<(Unit, u32)> = self.lengths(&self.plans.unplanned).collect();
+        let mut left = lengths.as_slice();
+        let mut steps = self.plans.next.0;
+        // A step takes the first units, without gaps.
+        while let Some(rows) = self.plan_from(left.iter().copied()) {
+            left = &left[rows.iter().map(Vec::len).sum()..];
             steps += 1;
         }
-        steps
+        self.settings.step_limit.map_or(steps, |limit| limit.min(steps))
     }
 
-    fn plan_from(&self, units: &BTreeSet<Unit>) -> Option<Vec<Vec<Unit>>> {
-        let lengths = units
+    fn lengths<'a>(&'a self, units: &'a BTreeSet<Unit>) -> impl Iterator<Item = (Unit, u32)> + 'a {
+        units
             .iter()
-            .filter_map(|&unit| Some((unit, self.samples.get(&unit.sample)?.tokens)));
-        let rows = plan_step(
+            .filter_map(|&unit| Some((unit, self.samples.get(&unit.sample)?.tokens)))
+    }
+
+    fn plan_from(&self, lengths: impl Iterator<Item = (Unit, u32)>) -> Option<Vec<Vec<Unit>>> {
+        plan_step(
             lengths,
-            usize::from(self.settings.draft_seats),
+            usize::from(self.settings.lanes),
             self.settings.tokens_per_row,
             false,
-        )?;
-        rows.iter().any(|row| !row.is_empty()).then_some(rows)
+        )
     }
 
     /// Decides rows as far ahead as they are extracted.
@@ -213,7 +215,7 @@ impl Engine {
         }
         let horizon = (self.committed.0 + self.settings.prefetch_steps).min(self.total_steps);
         while self.plans.next.0 < horizon {
-            let Some(rows) = self.plan_from(&self.plans.unplanned) else {
+            let Some(rows) = self.plan_from(self.lengths(&self.plans.unplanned)) else {
                 self.total_steps = self.plans.next.0;
                 return;
             };
@@ -233,16 +235,15 @@ impl Engine {
 
     /// File and line of a sample.
     pub(super) fn place_of(&self, fact: &SampleFact) -> String {
-        let file = self.files.get(fact.file as usize).map_or("", String::as_str);
-        format!("{file}:{}", fact.line)
+        format!("{}:{}", self.file_name(fact.file), fact.line)
     }
 
-    /// The units of a draft seat's row.
-    pub(super) fn row_units(&self, step: Step, seat: u16) -> &[Unit] {
+    /// The units of a lane's row.
+    pub(super) fn row_units(&self, step: Step, lane: u16) -> &[Unit] {
         self.plans
             .steps
             .get(&step)
-            .and_then(|rows| rows.get(usize::from(seat)))
+            .and_then(|rows| rows.get(usize::from(lane)))
             .map_or(&[], Vec::as_slice)
     }
 }

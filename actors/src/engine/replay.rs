@@ -1,8 +1,9 @@
 //! The state that a journal implies.
 
-use eaglet_runtime::ids::{Epoch, Step};
+use eaglet_runtime::ids::{Epoch, Role, Step};
 
-use super::{Command, CommittedDigests, Engine, KnownCheckpoint, Phase};
+use super::seats::Status;
+use super::{Command, CommittedStep, Engine, KnownCheckpoint, Phase};
 use crate::journal::Record;
 
 /// Records that contradict each other or the configuration.
@@ -38,6 +39,20 @@ impl Engine {
         }
         // Quarantines were told when they happened.
         self.commands.clear();
+        for role in [Role::Verifier, Role::Draft] {
+            // cluster.toml may have lost the ranks that were left: then all of its own count again.
+            if self.seats.active(role).next().is_none() {
+                for seat in self
+                    .settings
+                    .seats
+                    .clone()
+                    .into_iter()
+                    .filter(|seat| seat.role == role)
+                {
+                    self.seats.open(seat, self.now_ms);
+                }
+            }
+        }
         if self.prepared {
             self.phase = Phase::Training;
         }
@@ -80,7 +95,11 @@ impl Engine {
                 }
                 self.admit_sample(*sample, source, *location, *tokens);
             }
-            Record::Refused { sample, .. } => self.turn_away_sample(*sample),
+            Record::Refused {
+                sample,
+                source,
+                reason,
+            } => self.turn_away_sample(*sample, source, reason),
             Record::Prepared {
                 vocabulary,
                 held_out,
@@ -92,11 +111,11 @@ impl Engine {
                 self.prepared = true;
             }
             Record::Planned { step, rows } => {
-                if rows.len() != usize::from(self.settings.draft_seats) {
+                if rows.len() != usize::from(self.settings.lanes) {
                     return Err(Refusal::OtherRun(format!(
-                        "the run directory holds a run with {} draft seats, and cluster.toml has {}",
+                        "the run directory holds a run with training.rows_per_step = {}, and cluster.toml has {}",
                         rows.len(),
-                        self.settings.draft_seats
+                        self.settings.lanes
                     )));
                 }
                 if *step != self.plans.next {
@@ -106,11 +125,12 @@ impl Engine {
                 }
                 self.adopt_plan(*step, rows.clone());
             }
-            Record::Quarantined { step, unit, .. } => self.quarantine(*step, *unit),
+            Record::Quarantined { step, unit, reason } => self.quarantine(*step, *unit, reason),
             Record::Committed {
                 step,
                 gradient,
                 state,
+                report,
                 ..
             } => {
                 if *step != self.committed {
@@ -128,13 +148,31 @@ impl Engine {
                         .map_err(|error| Refusal::Contradiction(error.to_string()))?;
                 }
                 self.committed = step.next();
+                self.last_rate = report.learning_rate;
                 self.history.insert(
                     *step,
-                    CommittedDigests {
+                    CommittedStep {
                         gradient: *gradient,
                         state: *state,
+                        learning_rate: report.learning_rate,
                     },
                 );
+            }
+            Record::Grown { total_steps } => self.set_total(*total_steps),
+            Record::SourceAdded { file } => self.added_sources.push(file.clone()),
+            Record::Closed => self.open = false,
+            Record::Retried { sample, stored } => {
+                if !self.readmit(*sample, *stored) {
+                    return Err(Refusal::Contradiction(format!(
+                        "sample {sample} is tried again and was not quarantined"
+                    )));
+                }
+            }
+            Record::SeatAdded { seat, .. } => self.seats.open(*seat, self.now_ms),
+            Record::SeatRemoved { seat } => {
+                if self.seats.find(*seat).is_some() {
+                    self.seats.get_mut(*seat).status = Status::Empty;
+                }
             }
             Record::Checkpointed { step, state, folder } => {
                 self.checkpoints.push(KnownCheckpoint {

@@ -1,11 +1,11 @@
 //! Which row goes to which verifier, and where its hidden states lie.
 
 use eaglet_runtime::control::{CoordinatorCommand, HeldOutRequest};
-use eaglet_runtime::ids::{Generation, Role, RowId, Seat, Step, Unit};
+use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Step, Unit};
 
 use super::ledger::UnitState;
 use super::seats::Status;
-use super::{Command, Engine, Phase};
+use super::{Command, Engine, Phase, Quarantine};
 use crate::journal::Record;
 
 /// Rows a verifier may hold at once: one in work, one behind it so that it never waits for the coordinator.
@@ -13,6 +13,9 @@ const LEASES_PER_VERIFIER: usize = 2;
 
 /// The end of a process is known well before this.
 const BROKEN_LINK_PATIENCE_MS: u64 = 300;
+
+/// An occupant of a draft seat.
+type Occupant = (u16, Generation);
 
 /// Where a row's hidden states are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,22 +26,48 @@ pub(super) enum RowState {
     Leased {
         verifier: u16,
         generation: Generation,
-        destination: Generation,
+        destination: Occupant,
     },
     /// Sent to the draft seat.
     Sent {
         verifier: u16,
         generation: Generation,
-        destination: Generation,
+        destination: Occupant,
     },
     /// At the draft seat.
-    Held { destination: Generation },
+    Held { destination: Occupant },
+}
+
+impl RowState {
+    /// The draft seat that has it, or will have it.
+    pub(super) fn destination(self) -> Option<Occupant> {
+        match self {
+            Self::Waiting => None,
+            Self::Leased { destination, .. }
+            | Self::Sent { destination, .. }
+            | Self::Held { destination } => Some(destination),
+        }
+    }
+
+    /// Whether it is in the hands of an occupant of a verifier seat.
+    fn is_with(self, seat: Seat, occupant: Generation) -> bool {
+        matches!(self, Self::Leased { verifier, generation, .. } | Self::Sent { verifier, generation, .. }
+            if verifier == seat.index && generation == occupant)
+    }
+}
+
+/// A row, and since when it is where it is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Row {
+    pub(super) state: RowState,
+    since_ms: u64,
 }
 
 impl Engine {
     /// The step that the draft replicas are at, or will be at once they have loaded.
     pub(super) fn base_step(&self) -> Step {
-        self.draft_seats()
+        self.seats
+            .active(Role::Draft)
             .filter_map(|seat| self.seats.get(seat).state.map(|(step, _)| step))
             .max()
             .or_else(|| self.latest_checkpoint().map(|checkpoint| checkpoint.step))
@@ -57,9 +86,9 @@ impl Engine {
         let last = (base.0 + self.settings.prefetch_steps).min(self.total_steps);
         let stopping = matches!(self.phase, Phase::Closing { .. });
         for step in (base.0..last).map(Step).filter(|_| !stopping) {
-            for seat in 0..self.settings.draft_seats {
-                if !self.row_units(step, seat).is_empty() {
-                    wanted.push(RowId::Train { step, seat });
+            for lane in 0..self.settings.lanes {
+                if !self.row_units(step, lane).is_empty() {
+                    wanted.push(RowId::Train { step, lane });
                 }
             }
             if step == base {
@@ -70,11 +99,12 @@ impl Engine {
             wanted.extend(self.held_out_rows());
         }
         for row in wanted {
-            let state = *self.rows.entry(row).or_insert(RowState::Waiting);
-            if state != RowState::Waiting {
+            if self.row_state(row) != RowState::Waiting {
                 continue;
             }
-            let to = Seat::draft(row.seat());
+            let Some(to) = self.owner_of(row.lane()) else {
+                continue;
+            };
             let draft = self.seats.get(to);
             if !matches!(draft.status, Status::Loading | Status::Ready) {
                 continue;
@@ -102,8 +132,8 @@ impl Engine {
 
     fn lease(&mut self, row: RowId, verifier: Seat, destination: eaglet_runtime::control::Member) {
         let generation = self.seats.get(verifier).generation;
-        let to = destination.generation;
-        self.rows.insert(
+        let to = (destination.seat, destination.generation);
+        self.place_row(
             row,
             RowState::Leased {
                 verifier: verifier.index,
@@ -113,10 +143,10 @@ impl Engine {
         );
         self.seats.get_mut(verifier).leases.insert(row);
         match row {
-            RowId::Train { step, seat } => {
-                self.move_units(step, seat, UnitState::Leased);
+            RowId::Train { step, lane } => {
+                self.move_units(step, lane, UnitState::Leased);
                 let documents = self
-                    .row_units(step, seat)
+                    .row_units(step, lane)
                     .iter()
                     .filter_map(|&unit| Some((unit, self.samples.get(&unit.sample)?.location)))
                     .collect();
@@ -128,10 +158,10 @@ impl Engine {
                     destination,
                 });
             }
-            RowId::HeldOut { seat } => {
+            RowId::HeldOut { lane } => {
                 let request = HeldOutRequest {
                     row,
-                    prompts: self.held_out_prompts(seat).cloned().collect(),
+                    prompts: self.held_out_prompts(lane).cloned().collect(),
                     max_new_tokens: self.settings.max_new_tokens,
                     destination,
                 };
@@ -141,11 +171,11 @@ impl Engine {
     }
 
     /// Moves the units of a row that is not committed yet.
-    fn move_units(&mut self, step: Step, seat: u16, to: UnitState) {
+    fn move_units(&mut self, step: Step, lane: u16, to: UnitState) {
         if step < self.committed {
             return; // done again after all replicas were lost: these units are trained for ever
         }
-        for unit in self.row_units(step, seat).to_vec() {
+        for unit in self.row_units(step, lane).to_vec() {
             if let Err(error) = self.ledger.advance(unit, to) {
                 self.fail(format!(
                     "the ledger does not add up: {error}; this is a defect of eaglet"
@@ -159,63 +189,84 @@ impl Engine {
         verifier: Seat,
         generation: Generation,
         row: RowId,
-        destination: Generation,
+        destination: Occupant,
         tokens: u64,
     ) {
         self.seats.get_mut(verifier).leases.remove(&row);
         self.extracted_tokens += tokens;
-        if let Some(state @ RowState::Leased { .. }) = self.rows.get_mut(&row)
-            && *state
-                == (RowState::Leased {
-                    verifier: verifier.index,
+        let verifier = verifier.index;
+        let leased = RowState::Leased {
+            verifier,
+            generation,
+            destination,
+        };
+        if self.row_state(row) == leased {
+            self.place_row(
+                row,
+                RowState::Sent {
+                    verifier,
                     generation,
                     destination,
-                })
-        {
-            *state = RowState::Sent {
-                verifier: verifier.index,
-                generation,
-                destination,
-            };
+                },
+            );
         }
     }
 
+    fn row_state(&self, row: RowId) -> RowState {
+        self.rows.get(&row).map_or(RowState::Waiting, |row| row.state)
+    }
+
+    fn place_row(&mut self, row: RowId, state: RowState) {
+        let since_ms = self.now_ms;
+        self.rows.insert(row, Row { state, since_ms });
+    }
+
     pub(super) fn row_received(&mut self, draft: Seat, generation: Generation, row: RowId) {
-        let Some(&state) = self.rows.get(&row) else { return };
-        if row.seat() != draft.index || matches!(state, RowState::Held { .. }) {
+        let Some(state) = self.rows.get(&row).map(|row| row.state) else {
+            return;
+        };
+        if self.owner_of(row.lane()) != Some(draft) || matches!(state, RowState::Held { .. }) {
             return;
         }
-        self.rows.insert(
-            row,
-            RowState::Held {
-                destination: generation,
-            },
-        );
-        if let RowId::Train { step, seat } = row {
+        if let RowState::Leased {
+            verifier,
+            generation: sender,
+            ..
+        } = state
+            && self.seats.is_current(Seat::verifier(verifier), sender)
+        {
+            // That the verifier has sent it may never be told.
+            self.seats.get_mut(Seat::verifier(verifier)).leases.remove(&row);
+        }
+        let destination = (draft.index, generation);
+        self.place_row(row, RowState::Held { destination });
+        if let RowId::Train { step, lane } = row {
             if state == RowState::Waiting {
                 // Its lease was given up after the verifier died, and the hidden states arrived all the same.
-                self.move_units(step, seat, UnitState::Leased);
+                self.move_units(step, lane, UnitState::Leased);
             }
-            self.move_units(step, seat, UnitState::Extracted);
+            self.move_units(step, lane, UnitState::Extracted);
         }
     }
 
     pub(super) fn bad_sample(
         &mut self,
         verifier: Seat,
-        _generation: Generation,
+        generation: Generation,
         row: RowId,
         unit: Option<Unit>,
         reason: &str,
     ) {
         self.seats.get_mut(verifier).leases.remove(&row);
-        let RowId::Train { step, seat } = row else {
-            if self.held_out_refused.insert(row.seat()) {
+        let RowId::Train { step, lane } = row else {
+            if self.held_out_refused.insert(row.lane()) {
                 self.warn(format!("the {row} is not evaluated: {reason}"));
             }
             return;
         };
-        if !matches!(self.rows.get(&row), Some(RowState::Leased { .. })) {
+        // FENCE: the answer to a lease that was given up since is not heard.
+        let state = self.row_state(row);
+        if !matches!(state, RowState::Leased { .. }) || !state.is_with(verifier, generation) {
             return;
         }
         let Some(unit) = unit else {
@@ -224,7 +275,7 @@ impl Engine {
             ));
             return;
         };
-        if !self.row_units(step, seat).contains(&unit) {
+        if !self.row_units(step, lane).contains(&unit) {
             // The answer to an older lease of the row; the sample was taken out of it when another one said so.
             return;
         }
@@ -235,9 +286,9 @@ impl Engine {
             ));
             return;
         }
-        self.move_units(step, seat, UnitState::Pending);
-        self.rows.insert(row, RowState::Waiting);
-        self.quarantine(step, unit);
+        self.move_units(step, lane, UnitState::Pending);
+        self.place_row(row, RowState::Waiting);
+        self.quarantine(step, unit, reason);
         let place = self
             .samples
             .get(&unit.sample)
@@ -258,7 +309,17 @@ impl Engine {
     }
 
     /// Takes a unit out of its row for good.
-    pub(super) fn quarantine(&mut self, step: Step, unit: Unit) {
+    pub(super) fn quarantine(&mut self, step: Step, unit: Unit, reason: &str) {
+        if let Some(fact) = self.samples.get(&unit.sample) {
+            let quarantine = Quarantine {
+                file: fact.file,
+                line: fact.line,
+                ordinal: fact.ordinal,
+                refused: false,
+                reason: reason.to_owned(),
+            };
+            self.quarantined.insert(unit.sample, quarantine);
+        }
         for row in self.plans.steps.get_mut(&step).into_iter().flatten() {
             row.retain(|other| *other != unit);
         }
@@ -269,7 +330,14 @@ impl Engine {
         }
     }
 
-    pub(super) fn link_broken(&mut self, draft: Seat, from: Seat, sender: Generation, reason: &str) {
+    pub(super) fn link_broken(
+        &mut self,
+        draft: Seat,
+        from: Seat,
+        sender: Generation,
+        epoch: Epoch,
+        reason: &str,
+    ) {
         if !self.seats.is_current(from, sender) {
             return; // its process is gone, and its rows were given back then
         }
@@ -280,31 +348,53 @@ impl Engine {
                 newcomer.donor = None;
                 newcomer.status = Status::Attached;
             }
-            // Most often the sender has just died, and its end is on the way: tick waits for it.
-            self.broken_link = Some((from, sender, self.now_ms));
+            // FENCE: links of an older epoch are gone with it. Most often the sender has just died, and its end is on
+            // the way: tick waits for it.
+            if epoch == self.epoch && !self.members.is_empty() {
+                self.broken_link = Some((from, sender, epoch, self.now_ms));
+            }
             return;
         }
         self.warn(format!(
             "the link from {from} to {draft} broke: {reason}; its rows are extracted again"
         ));
-        self.give_back(|row, state| {
-            row.seat() == draft.index
-                && matches!(state, RowState::Leased { verifier, generation, .. }
-                    | RowState::Sent { verifier, generation, .. }
-                    if verifier == from.index && generation == sender)
+        self.give_back(|_, state| {
+            state.destination().is_some_and(|(seat, _)| seat == draft.index) && state.is_with(from, sender)
         });
+    }
+
+    /// Gives up on rows of which nothing was heard for too long: a message about them was lost.
+    pub(super) fn expire_rows(&mut self) {
+        let limit_ms = self.settings.step_timeout_ms;
+        let now_ms = self.now_ms;
+        let overdue: Vec<(RowId, RowState)> = self
+            .rows
+            .iter()
+            .filter(|(_, row)| now_ms > row.since_ms + limit_ms)
+            .filter(|(_, row)| matches!(row.state, RowState::Leased { .. } | RowState::Sent { .. }))
+            .map(|(&id, row)| (id, row.state))
+            .collect();
+        for (row, state) in overdue {
+            self.warn(format!(
+                "the {row} did not arrive within {limit_ms} ms; it is extracted again"
+            ));
+            if let RowState::Leased { verifier, .. } = state {
+                self.seats.get_mut(Seat::verifier(verifier)).leases.remove(&row);
+            }
+            self.give_back(|other, _| other == row);
+        }
     }
 
     /// Forms the group again if a link between two replicas broke and both are still alive a while later.
     pub(super) fn mend_group(&mut self) {
-        let Some((from, sender, since_ms)) = self.broken_link else {
+        let Some((from, sender, epoch, since_ms)) = self.broken_link else {
             return;
         };
         if self.now_ms < since_ms + BROKEN_LINK_PATIENCE_MS {
             return;
         }
         self.broken_link = None;
-        if self.seats.is_current(from, sender) {
+        if self.seats.is_current(from, sender) && epoch == self.epoch {
             self.warn(format!(
                 "a link from {from} broke, and {from} lives; the epoch is formed again"
             ));
@@ -314,10 +404,18 @@ impl Engine {
 
     /// A verifier could not hand a row over. If its receiver lives, the two cannot reach each other, and a new occupant
     /// of the seat gets a new chance.
-    pub(super) fn row_not_sent(&mut self, verifier: Seat, row: RowId, destination: Generation, reason: &str) {
+    pub(super) fn row_not_sent(
+        &mut self,
+        verifier: Seat,
+        generation: Generation,
+        row: RowId,
+        destination: Occupant,
+        reason: &str,
+    ) {
         self.seats.get_mut(verifier).leases.remove(&row);
-        let draft = Seat::draft(row.seat());
-        if self.seats.is_current(draft, destination) {
+        let draft = Seat::draft(destination.0);
+        self.give_back(|other, state| other == row && state.is_with(verifier, generation));
+        if self.seats.is_current(draft, destination.1) && self.seats.get(draft).is_active() {
             self.kill(draft, &format!("{verifier} cannot send it the {row}: {reason}"));
         }
     }
@@ -325,44 +423,38 @@ impl Engine {
     /// Gives back the rows of a rank that is gone.
     pub(super) fn release_rows(&mut self, seat: Seat, generation: Generation) {
         match seat.role {
-            Role::Verifier => self.give_back(|_, state| {
-                matches!(state, RowState::Leased { verifier, generation: g, .. }
-                    | RowState::Sent { verifier, generation: g, .. }
-                    if verifier == seat.index && g == generation)
-            }),
-            Role::Draft => {
-                self.give_back(|row, state| row.seat() == seat.index && state != RowState::Waiting)
-            }
+            Role::Verifier => self.give_back(|_, state| state.is_with(seat, generation)),
+            Role::Draft => self.give_back(|_, state| state.destination() == Some((seat.index, generation))),
         }
     }
 
-    fn give_back(&mut self, mut which: impl FnMut(RowId, RowState) -> bool) {
+    pub(super) fn give_back(&mut self, mut which: impl FnMut(RowId, RowState) -> bool) {
         let rows: Vec<RowId> = self
             .rows
             .iter()
-            .filter(|&(&row, &state)| which(row, state))
-            .map(|(&row, _)| row)
+            .filter(|&(&id, row)| row.state != RowState::Waiting && which(id, row.state))
+            .map(|(&id, _)| id)
             .collect();
         for row in rows {
-            self.rows.insert(row, RowState::Waiting);
-            if let RowId::Train { step, seat } = row {
-                self.move_units(step, seat, UnitState::Pending);
+            self.place_row(row, RowState::Waiting);
+            if let RowId::Train { step, lane } = row {
+                self.move_units(step, lane, UnitState::Pending);
             }
         }
     }
 
-    /// Whether a seat's row needs nothing more before it can be computed.
+    /// Whether a row needs nothing more before it can be computed.
     pub(super) fn row_is_held(&self, row: RowId) -> bool {
-        matches!(self.rows.get(&row), Some(RowState::Held { .. }))
+        matches!(self.row_state(row), RowState::Held { .. })
     }
 
-    /// Held-out prompts of a draft seat: dealt round, as many as fit its rows together with their answers.
-    fn held_out_prompts(&self, seat: u16) -> impl Iterator<Item = &Vec<u32>> {
+    /// Held-out prompts of a lane: dealt round, as many as fit its rows together with their answers.
+    fn held_out_prompts(&self, lane: u16) -> impl Iterator<Item = &Vec<u32>> {
         let mut room = self.settings.held_out_rows * self.settings.tokens_per_row as usize;
         self.held_out
             .iter()
-            .skip(usize::from(seat))
-            .step_by(usize::from(self.settings.draft_seats.max(1)))
+            .skip(usize::from(lane))
+            .step_by(usize::from(self.settings.lanes.max(1)))
             .take_while(move |prompt| {
                 let need = prompt.len() + self.settings.max_new_tokens;
                 let fits = need <= room;
@@ -371,12 +463,12 @@ impl Engine {
             })
     }
 
-    /// The held-out rows of all seats that have prompts.
+    /// The held-out rows of all lanes that have prompts.
     pub(super) fn held_out_rows(&self) -> Vec<RowId> {
-        (0..self.settings.draft_seats)
-            .filter(|seat| !self.held_out_refused.contains(seat))
-            .filter(|&seat| self.held_out_prompts(seat).next().is_some())
-            .map(|seat| RowId::HeldOut { seat })
+        (0..self.settings.lanes)
+            .filter(|lane| !self.held_out_refused.contains(lane))
+            .filter(|&lane| self.held_out_prompts(lane).next().is_some())
+            .map(|lane| RowId::HeldOut { lane })
             .collect()
     }
 }

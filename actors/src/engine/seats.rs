@@ -6,7 +6,7 @@ use eaglet_runtime::control::{Activity, Beat, CoordinatorCommand, Member};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Step};
 
-use super::{Command, Engine, Outcome, Phase, Settings};
+use super::{Command, Engine, Outcome, Phase, Settings, WhenExhausted};
 
 /// What a seat's occupant is up to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,8 +21,10 @@ pub(super) enum Status {
     Loading,
     /// Working.
     Ready,
-    /// Left as it was told to, or will not be filled again.
-    Left,
+    /// Told to leave for good; its process may still be there.
+    Leaving,
+    /// Nobody, for good: removed, given up, or the run is over.
+    Empty,
 }
 
 /// What is known of a seat.
@@ -42,12 +44,20 @@ pub(super) struct SeatState {
     pub(super) fault: Option<String>,
     /// Draft only: the state it holds.
     pub(super) state: Option<(Step, Digest)>,
-    /// Draft only: a commit is on its way to it.
-    pub(super) applying: bool,
+    /// Draft only: since when a commit is on its way to it.
+    pub(super) applying_since_ms: Option<u64>,
+    /// Draft only: how often it was told to load.
+    pub(super) loads: u32,
+    /// Draft only: it builds its model beside a running group, and its state is none.
+    pub(super) builds_only: bool,
     /// Draft only: who its state comes from.
     pub(super) donor: Option<(u16, Generation)>,
-    /// Draft only: the epoch it was told to join.
-    pub(super) invited: Option<Epoch>,
+    /// Its rank is to leave at the next step boundary.
+    pub(super) removed: bool,
+    /// Its rank was killed on request: that is no loss to count.
+    pub(super) excused: bool,
+    /// What the first loss within the restart window was put down to.
+    pub(super) first_cause: Option<String>,
     /// Draft only: the epoch it has joined.
     pub(super) joined: Option<Epoch>,
     /// Verifier only: rows it was given and has not answered for.
@@ -55,6 +65,41 @@ pub(super) struct SeatState {
 }
 
 impl SeatState {
+    fn vacant(now_ms: u64) -> Self {
+        Self {
+            generation: Generation::default(),
+            status: Status::Vacant { spawn_at_ms: now_ms },
+            since_ms: now_ms,
+            last_heard_ms: now_ms,
+            beat: None,
+            pid: 0,
+            bulk_name: String::new(),
+            restarts: VecDeque::new(),
+            restarts_total: 0,
+            fault: None,
+            state: None,
+            applying_since_ms: None,
+            loads: 0,
+            builds_only: false,
+            donor: None,
+            removed: false,
+            excused: false,
+            first_cause: None,
+            joined: None,
+            leases: BTreeSet::new(),
+        }
+    }
+
+    /// Whether the seat is filled, or will be.
+    pub(super) fn is_active(&self) -> bool {
+        !matches!(self.status, Status::Leaving | Status::Empty)
+    }
+
+    /// Whether its process has attached and goes on.
+    pub(super) fn is_live(&self) -> bool {
+        matches!(self.status, Status::Attached | Status::Loading | Status::Ready)
+    }
+
     pub(super) fn member(&self, seat: Seat) -> Member {
         Member {
             seat: seat.index,
@@ -71,9 +116,11 @@ impl SeatState {
         self.pid = 0;
         self.fault = None;
         self.state = None;
-        self.applying = false;
+        self.applying_since_ms = None;
+        self.loads = 0;
+        self.builds_only = false;
         self.donor = None;
-        self.invited = None;
+        self.removed = false;
         self.joined = None;
         self.leases.clear();
     }
@@ -87,44 +134,49 @@ pub(super) struct Seats {
 
 impl Seats {
     pub(super) fn new(settings: &Settings, now_ms: u64) -> Self {
-        let vacant = SeatState {
-            generation: Generation::default(),
-            status: Status::Vacant { spawn_at_ms: now_ms },
-            since_ms: now_ms,
-            last_heard_ms: now_ms,
-            beat: None,
-            pid: 0,
-            bulk_name: String::new(),
-            restarts: VecDeque::new(),
-            restarts_total: 0,
-            fault: None,
-            state: None,
-            applying: false,
-            donor: None,
-            invited: None,
-            joined: None,
-            leases: BTreeSet::new(),
-        };
-        let drafts = (0..settings.draft_seats).map(Seat::draft);
-        let verifiers = (0..settings.verifier_seats).map(Seat::verifier);
         Self {
-            seats: drafts
-                .chain(verifiers)
-                .map(|seat| (seat, vacant.clone()))
+            seats: settings
+                .seats
+                .iter()
+                .map(|&seat| (seat, SeatState::vacant(now_ms)))
                 .collect(),
             last_tick_ms: now_ms,
         }
     }
 
+    /// Makes a seat, or one that is empty for good available again.
+    pub(super) fn open(&mut self, seat: Seat, now_ms: u64) {
+        let state = self
+            .seats
+            .entry(seat)
+            .or_insert_with(|| SeatState::vacant(now_ms));
+        if state.status == Status::Empty {
+            state.vacate(now_ms, now_ms);
+            state.restarts.clear();
+            state.first_cause = None;
+        }
+    }
+
+    /// Seats of a role that are filled, or will be.
+    pub(super) fn active(&self, role: Role) -> impl Iterator<Item = Seat> {
+        self.iter()
+            .filter(move |(seat, state)| seat.role == role && state.is_active())
+            .map(|(seat, _)| seat)
+    }
+
+    pub(super) fn find(&self, seat: Seat) -> Option<&SeatState> {
+        self.seats.get(&seat)
+    }
+
     pub(super) fn get(&self, seat: Seat) -> &SeatState {
-        // Seats come from the settings that this map was made from.
+        // Seats are never taken out of the map, and every caller got its seat from it.
         &self.seats[&seat]
     }
 
     pub(super) fn get_mut(&mut self, seat: Seat) -> &mut SeatState {
         self.seats
             .get_mut(&seat)
-            .expect("every seat of the settings is in the map")
+            .expect("seats are never taken out of the map they came from")
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (Seat, &SeatState)> {
@@ -133,7 +185,7 @@ impl Seats {
 
     pub(super) fn is_current(&self, seat: Seat, generation: Generation) -> bool {
         self.seats.get(&seat).is_some_and(|state| {
-            state.generation == generation && !matches!(state.status, Status::Vacant { .. })
+            state.generation == generation && !matches!(state.status, Status::Vacant { .. } | Status::Empty)
         })
     }
 
@@ -165,10 +217,6 @@ impl Seats {
 
     pub(super) fn fault(&mut self, seat: Seat, reason: String) {
         self.get_mut(seat).fault.get_or_insert(reason);
-    }
-
-    pub(super) fn said_bye(&mut self, seat: Seat) {
-        self.get_mut(seat).status = Status::Left;
     }
 }
 
@@ -212,7 +260,7 @@ impl Engine {
     /// First commands for a rank that has attached.
     pub(super) fn welcome(&mut self, seat: Seat, generation: Generation) {
         if !self.seats.is_current(seat, generation) || seat.role != Role::Verifier {
-            return; // a draft waits until its vocabulary is known: group.rs
+            return; // a draft waits until its vocabulary is known, see `group`
         }
         if self.seats.get(seat).status == Status::Attached {
             self.seats.get_mut(seat).status = Status::Loading;
@@ -230,27 +278,31 @@ impl Engine {
         }
         let now_ms = self.now_ms;
         let state = self.seats.get_mut(seat);
-        state.status = Status::Ready;
-        state.since_ms = now_ms;
+        if state.status == Status::Loading {
+            state.status = Status::Ready;
+            state.since_ms = now_ms;
+        }
     }
 
-    /// A rank's process is gone: fence it, give its work back, fill the seat again or give up.
+    /// A rank's process is gone: fence it, give its work back, fill the seat again or give it up.
     pub(super) fn rank_lost(&mut self, seat: Seat, generation: Generation, cause: &str, log_tail: &str) {
         if !self.seats.is_current(seat, generation) {
             return;
         }
-        if matches!(self.phase, Phase::Leaving | Phase::Finished)
-            || self.seats.get(seat).status == Status::Left
-        {
-            self.seats.get_mut(seat).status = Status::Left;
+        let state = self.seats.get_mut(seat);
+        if matches!(self.phase, Phase::Leaving | Phase::Finished) || state.status == Status::Leaving {
+            state.status = Status::Empty;
+            state.pid = 0;
             return;
         }
-        let cause = match self.seats.get(seat).fault.clone() {
+        let cause = match state.fault.take() {
             Some(fault) => format!("{fault} ({cause})"),
             None => cause.to_owned(),
         };
+        let excused = std::mem::take(&mut state.excused);
+        let removed = state.removed;
         self.release_rows(seat, generation);
-        let policy = self.settings.restarts;
+        let policy = self.settings.restarts(seat.role);
         let now_ms = self.now_ms;
         let state = self.seats.get_mut(seat);
         while state
@@ -260,34 +312,67 @@ impl Engine {
         {
             state.restarts.pop_front();
         }
-        let recent = state.restarts.len() as u32;
-        if recent >= policy.max_restarts {
-            self.fail(format!(
-                "{seat} was lost {} times in {} s and is not started again; last cause: {cause}{}",
-                recent + 1,
-                policy.window_ms / 1000,
-                if log_tail.is_empty() {
-                    String::new()
-                } else {
-                    format!("\nits last words:\n{log_tail}")
-                },
-            ));
-            return;
+        if state.restarts.is_empty() {
+            state.first_cause = None;
         }
-        let backoff_ms = policy.backoff_ms(recent);
-        state.restarts.push_back(now_ms);
+        let recent = state.restarts.len() as u32;
+        let backoff_ms = if excused { 0 } else { policy.backoff_ms(recent) };
+        let exhausted = !excused && recent >= policy.max_restarts;
+        if !excused {
+            state.restarts.push_back(now_ms);
+            state.first_cause.get_or_insert_with(|| cause.clone());
+        }
         state.restarts_total += 1;
         state.vacate(now_ms + backoff_ms, now_ms);
-        let wait = if backoff_ms > 0 {
-            format!(" in {backoff_ms} ms")
+        if removed {
+            state.status = Status::Empty;
+            self.notice(format!("{seat} is gone as asked"));
+        } else if exhausted {
+            self.give_up(seat, &cause, log_tail);
         } else {
-            String::new()
-        };
-        self.warn(format!(
-            "lost {seat} (generation {generation}): {cause}; starting it again{wait}"
-        ));
+            let wait = if backoff_ms > 0 {
+                format!(" in {backoff_ms} ms")
+            } else {
+                String::new()
+            };
+            self.warn(format!(
+                "lost {seat} (generation {generation}): {cause}; starting it again{wait}"
+            ));
+        }
         if seat.role == Role::Draft {
-            self.break_group(seat, generation);
+            self.draft_lost(seat, generation);
+        }
+    }
+
+    /// A seat was lost too often.
+    fn give_up(&mut self, seat: Seat, cause: &str, log_tail: &str) {
+        let policy = self.settings.restarts(seat.role);
+        let state = self.seats.get_mut(seat);
+        state.status = Status::Empty;
+        let first = state.first_cause.clone().unwrap_or_else(|| cause.to_owned());
+        let last = if first == cause {
+            String::new()
+        } else {
+            format!("; last cause: {cause}")
+        };
+        let words = if log_tail.is_empty() {
+            String::new()
+        } else {
+            format!("\nits last words:\n{log_tail}")
+        };
+        let story = format!(
+            "{seat} was lost {} times in {} s and is not started again; first cause: {first}{last}",
+            policy.max_restarts + 1,
+            policy.window_ms / 1000,
+        );
+        let left = self.seats.active(seat.role).count();
+        if policy.then == WhenExhausted::Stop || left == 0 {
+            self.fail(format!("{story}{words}"));
+        } else {
+            self.warn(format!(
+                "{story}; the run goes on with {left} {} of its role, and `eaglet ranks restart {seat}` tries it again{words}",
+                if left == 1 { "rank" } else { "ranks" },
+            ));
         }
     }
 
@@ -307,7 +392,9 @@ impl Engine {
             let silent_ms = now_ms.saturating_sub(state.last_heard_ms);
             let here_ms = now_ms.saturating_sub(state.since_ms);
             let reason = match state.status {
-                Status::Vacant { .. } | Status::Left => None,
+                Status::Vacant { .. } | Status::Empty => None,
+                Status::Leaving => (here_ms > self.settings.leave_timeout_ms)
+                    .then(|| format!("it did not leave within {here_ms} ms")),
                 Status::Starting => (here_ms > self.settings.attach_timeout_ms)
                     .then(|| format!("it did not attach within {here_ms} ms")),
                 _ if silent_ms > self.settings.dead_after_ms => {
@@ -317,17 +404,28 @@ impl Engine {
                     .then(|| format!("it did not finish loading within {here_ms} ms")),
                 Status::Attached | Status::Ready => None,
             };
+            if let Some(since_ms) = &mut state.applying_since_ms {
+                *since_ms += held_up_ms;
+            }
             let reason = reason.or_else(|| stuck(state, &self.settings));
             if let Some(reason) = reason {
                 late.push((seat, reason));
             }
         }
         self.step_phase.excuse(held_up_ms);
+        self.forming_since_ms += held_up_ms;
         let limit_ms = self.settings.step_timeout_ms;
         for seat in self.late_in_step() {
             late.push((
                 seat,
                 format!("it keeps a step waiting for more than {limit_ms} ms"),
+            ));
+        }
+        for seat in self.late_in_forming() {
+            let limit_ms = self.settings.form_timeout_ms;
+            late.push((
+                seat,
+                format!("it did not link up with the other draft ranks within {limit_ms} ms"),
             ));
         }
         for (seat, reason) in late {
@@ -343,11 +441,12 @@ impl Engine {
         let seats: Vec<(Seat, Status)> = self.seats.iter().map(|(seat, s)| (seat, s.status)).collect();
         for (seat, status) in seats {
             match status {
-                Status::Vacant { .. } | Status::Left => self.seats.get_mut(seat).status = Status::Left,
+                Status::Vacant { .. } => self.seats.get_mut(seat).status = Status::Empty,
                 Status::Starting => self.kill(seat, "the run is over"),
                 Status::Attached | Status::Loading | Status::Ready => {
                     self.send(seat, CoordinatorCommand::Quit);
                 }
+                Status::Leaving | Status::Empty => {}
             }
         }
     }
@@ -360,7 +459,7 @@ impl Engine {
         let stayed: Vec<Seat> = self
             .seats
             .iter()
-            .filter(|(_, s)| s.status != Status::Left)
+            .filter(|(_, s)| s.status != Status::Empty)
             .map(|(seat, _)| seat)
             .collect();
         if !stayed.is_empty() {

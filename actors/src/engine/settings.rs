@@ -1,12 +1,25 @@
 //! What the engine must know of `cluster.toml`.
 
 use eaglet_runtime::contract::Contract;
+use eaglet_runtime::ids::{Role, Seat};
 use eaglet_runtime::optimizer::{Decay, Schedule};
+use serde::{Deserialize, Serialize};
+
+/// What is done about a seat that was lost too often.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WhenExhausted {
+    /// It stays empty and the others go on, as long as there are others of its role.
+    #[default]
+    Continue,
+    /// The run ends.
+    Stop,
+}
 
 /// When a seat is filled again, and when that is given up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RestartPolicy {
-    /// Restarts of one seat within the window before the run is given up.
+    /// Restarts of one seat within the window before it is given up.
     pub max_restarts: u32,
     /// The window.
     pub window_ms: u64,
@@ -14,6 +27,8 @@ pub struct RestartPolicy {
     pub backoff_initial_ms: u64,
     /// Longest wait.
     pub backoff_max_ms: u64,
+    /// What is done then.
+    pub then: WhenExhausted,
 }
 
 impl RestartPolicy {
@@ -72,15 +87,43 @@ impl LearningRate {
             },
         }
     }
+
+    /// The rate of the step that follows `done` steps.
+    ///
+    /// When the run grew after `grown_at` steps, of which the last had the rate `before`, the schedule is stretched to
+    /// the new length; the rate climbs to the stretched curve no faster than it climbs in the warm-up, so it never jumps.
+    pub fn at(&self, done: u64, total_steps: u64, growth: Option<Growth>) -> f64 {
+        let schedule = self.schedule(total_steps);
+        let curve = schedule.learning_rate(done);
+        match growth {
+            None => curve,
+            Some(Growth { grown_at, before }) => {
+                let climbed =
+                    (done.saturating_sub(grown_at) + 1) as f64 / schedule.warmup_steps.max(1) as f64;
+                curve.min(before + climbed * self.peak)
+            }
+        }
+    }
+}
+
+/// The last time a run became longer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Growth {
+    /// Steps committed by then.
+    pub grown_at: u64,
+    /// Learning rate of the last of them.
+    pub before: f64,
 }
 
 /// What the engine must know of `cluster.toml`.
 #[derive(Clone)]
 pub struct Settings {
-    /// Seats of draft replicas.
-    pub draft_seats: u16,
-    /// Seats of verifiers.
-    pub verifier_seats: u16,
+    /// Rows of each step; the draft seats share them.
+    pub lanes: u16,
+    /// The seats of `cluster.toml`.
+    pub seats: Vec<Seat>,
+    /// Whether the run waits for more samples when all are trained.
+    pub open: bool,
     /// What hidden states promise.
     pub contract: Contract,
     /// Digest of everything in the configuration that decides the weights.
@@ -95,7 +138,7 @@ pub struct Settings {
     pub prefetch_steps: u64,
     /// Measure acceptance every so many steps; 0 is only at the end.
     pub evaluate_every_steps: u64,
-    /// Rows that each draft seat evaluates at most.
+    /// Rows that are evaluated at most for each lane.
     pub held_out_rows: usize,
     /// Longest held-out answer.
     pub max_new_tokens: usize,
@@ -111,10 +154,24 @@ pub struct Settings {
     pub attach_timeout_ms: u64,
     /// A rank must have loaded within this.
     pub load_timeout_ms: u64,
-    /// A step must be staged and applied within this.
+    /// A row must be extracted, and a step staged and applied, within this.
     pub step_timeout_ms: u64,
+    /// The members of an epoch must have linked up within this.
+    pub form_timeout_ms: u64,
     /// Ranks that were told to leave get this long.
     pub leave_timeout_ms: u64,
-    /// Restarts.
-    pub restarts: RestartPolicy,
+    /// Restarts of verifier ranks.
+    pub verifier_restarts: RestartPolicy,
+    /// Restarts of draft ranks.
+    pub draft_restarts: RestartPolicy,
+}
+
+impl Settings {
+    /// The restart policy of a role.
+    pub fn restarts(&self, role: Role) -> RestartPolicy {
+        match role {
+            Role::Verifier => self.verifier_restarts,
+            Role::Draft => self.draft_restarts,
+        }
+    }
 }

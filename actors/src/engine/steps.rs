@@ -6,12 +6,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-use eaglet_runtime::control::{Acceptance, CoordinatorCommand, SeatMetrics};
+use eaglet_runtime::control::{Acceptance, CoordinatorCommand, LaneMetrics};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, RowId, Seat, Step};
 
 use super::ledger::UnitState;
-use super::{Command, CommittedDigests, Engine, KnownCheckpoint, Outcome, Phase, StepReport};
+use super::{Command, CommittedStep, Engine, KnownCheckpoint, Outcome, Phase, StepReport};
 use crate::journal::Record;
 
 /// Steps may be redone so often in a row because replicas disagree on a gradient.
@@ -22,7 +22,7 @@ const GRADIENT_DISPUTES: u32 = 3;
 pub(super) struct Staged {
     gradient: Digest,
     state: Digest,
-    metrics: SeatMetrics,
+    lanes: Vec<LaneMetrics>,
 }
 
 /// What the draft group is doing.
@@ -37,7 +37,7 @@ pub(super) enum StepPhase {
         staged: BTreeMap<u16, Staged>,
     },
     /// A committed step is being applied.
-    Applying { since_ms: u64 },
+    Applying,
     /// Acceptance is being measured.
     Evaluating {
         step: Step,
@@ -45,19 +45,18 @@ pub(super) enum StepPhase {
         waiting: BTreeSet<u16>,
         total: Acceptance,
     },
-    /// A checkpoint is being written.
-    Saving { since_ms: u64 },
+    /// A checkpoint is being written by a draft seat.
+    Saving { seat: u16, since_ms: u64 },
 }
 
 impl StepPhase {
     /// Does not count some time in which the coordinator itself was held up.
     pub(super) fn excuse(&mut self, held_up_ms: u64) {
         match self {
-            Self::Idle => {}
+            Self::Idle | Self::Applying => {}
             Self::Running { since_ms, .. }
-            | Self::Applying { since_ms }
             | Self::Evaluating { since_ms, .. }
-            | Self::Saving { since_ms } => *since_ms += held_up_ms,
+            | Self::Saving { since_ms, .. } => *since_ms += held_up_ms,
         }
     }
 }
@@ -77,10 +76,20 @@ impl Engine {
         let Some((at, _)) = self.common_state() else {
             return;
         };
+        if self.membership_changes() && matches!(self.phase, Phase::Training) {
+            self.restart_epoch();
+            self.advance_group();
+            return;
+        }
         match self.phase {
             Phase::Training if at.0 >= self.total_steps && at >= self.committed => {
-                self.phase = Phase::Closing { drained: false };
-                self.advance_step();
+                if self.is_open() {
+                    // More may come. What there is so far is measured and kept.
+                    self.settle(at);
+                } else {
+                    self.phase = Phase::Closing { drained: false };
+                    self.advance_step();
+                }
             }
             Phase::Training => {
                 if self.checkpoint_is_due(at) {
@@ -97,19 +106,29 @@ impl Engine {
                 self.advance_step();
             }
             Phase::Closing { drained } => {
-                let measured = self.evaluated.as_ref().is_some_and(|(step, _)| *step == at);
-                let rows = self.held_out_rows();
-                if !drained && !measured && !rows.is_empty() {
-                    if rows.iter().all(|&row| self.row_is_held(row)) {
-                        self.evaluate(at);
-                    }
-                } else if at.0 > 0 && self.latest_checkpoint().is_none_or(|known| known.step != at) {
-                    self.save();
-                } else {
+                if self.settle(at) {
                     self.close(drained);
                 }
             }
             Phase::Preparing | Phase::Leaving | Phase::Finished => {}
+        }
+    }
+
+    /// Measures and saves the present state unless that was done; whether nothing is left to do.
+    fn settle(&mut self, at: Step) -> bool {
+        let drained = matches!(self.phase, Phase::Closing { drained: true });
+        let measured = self.evaluated.as_ref().is_some_and(|(step, _)| *step == at);
+        let rows = self.held_out_rows();
+        if !drained && !measured && !rows.is_empty() {
+            if rows.iter().all(|&row| self.row_is_held(row)) {
+                self.evaluate(at);
+            }
+            false
+        } else if at.0 > 0 && self.latest_checkpoint().is_none_or(|known| known.step != at) {
+            self.save();
+            false
+        } else {
+            true
         }
     }
 
@@ -147,20 +166,23 @@ impl Engine {
     }
 
     fn save(&mut self) {
+        // A formed group has a member.
+        let Some(seat) = self.members().next() else { return };
         self.step_phase = StepPhase::Saving {
+            seat: seat.index,
             since_ms: self.now_ms,
         };
-        self.send(Seat::draft(0), CoordinatorCommand::Checkpoint);
+        self.send(seat, CoordinatorCommand::Checkpoint);
     }
 
-    pub(super) fn checkpointed(&mut self, step: Step, folder: PathBuf) {
-        if matches!(self.step_phase, StepPhase::Saving { .. }) {
-            self.step_phase = StepPhase::Idle;
-        }
-        let Some((at, state)) = self.seats.get(Seat::draft(0)).state else {
+    pub(super) fn checkpointed(&mut self, seat: Seat, step: Step, folder: PathBuf) {
+        let Some((_, state)) = self.seats.get(seat).state.filter(|(at, _)| *at == step) else {
             return;
         };
-        if at != step || self.latest_checkpoint().is_some_and(|known| known.step >= step) {
+        if matches!(self.step_phase, StepPhase::Saving { seat: saving, .. } if saving == seat.index) {
+            self.step_phase = StepPhase::Idle;
+        }
+        if self.latest_checkpoint().is_some_and(|known| known.step >= step) {
             return;
         }
         self.checkpoints.push(KnownCheckpoint {
@@ -179,7 +201,11 @@ impl Engine {
     }
 
     fn evaluate(&mut self, at: Step) {
-        let seats: BTreeSet<u16> = self.held_out_rows().into_iter().map(RowId::seat).collect();
+        let seats: BTreeSet<u16> = self
+            .held_out_rows()
+            .into_iter()
+            .filter_map(|row| Some(self.owner_of(row.lane())?.index))
+            .collect();
         for &seat in &seats {
             self.send(Seat::draft(seat), CoordinatorCommand::Evaluate);
         }
@@ -217,21 +243,16 @@ impl Engine {
         if !self.plans.steps.contains_key(&step) {
             return;
         }
-        let seats: Vec<Seat> = self.draft_seats().collect();
-        let mut with_row = BTreeSet::new();
-        for seat in &seats {
-            if self.row_units(step, seat.index).is_empty() {
-                continue;
-            }
-            if !self.row_is_held(RowId::Train {
-                step,
-                seat: seat.index,
-            }) {
-                return;
-            }
-            with_row.insert(seat.index);
+        let lanes: Vec<u16> = (0..self.settings.lanes)
+            .filter(|&lane| !self.row_units(step, lane).is_empty())
+            .collect();
+        if !lanes
+            .iter()
+            .all(|&lane| self.row_is_held(RowId::Train { step, lane }))
+        {
+            return;
         }
-        if with_row.is_empty() {
+        if lanes.is_empty() {
             self.fail(format!(
                 "the verifier refused every sample of step {step}; look at its weights, at verifier.path, and at the reasons \
                  above"
@@ -239,14 +260,9 @@ impl Engine {
             return;
         }
         let epoch = self.epoch;
-        for seat in seats {
-            let command = CoordinatorCommand::Begin {
-                epoch,
-                step,
-                has_row: with_row.contains(&seat.index),
-                contributors: (with_row.len() as u16).max(1),
-            };
-            self.send(seat, command);
+        for seat in self.members() {
+            let lanes = lanes.clone();
+            self.send(seat, CoordinatorCommand::Begin { epoch, step, lanes });
         }
         self.step_phase = StepPhase::Running {
             step,
@@ -262,24 +278,16 @@ impl Engine {
         at: Step,
         gradient: Digest,
         state: Digest,
-        metrics: SeatMetrics,
+        lanes: Vec<LaneMetrics>,
     ) {
         // FENCE: a vote counts in its own epoch only.
         if epoch != self.epoch {
             return;
         }
-        if !metrics.loss.is_finite() {
-            self.fail(format!(
-                "the loss of {seat} at step {at} is {}; lower training.learning_rate, or look at the samples of \
-                 that step",
-                metrics.loss
-            ));
-            return;
-        }
         let StepPhase::Running { step, staged, .. } = &mut self.step_phase else {
             return;
         };
-        if *step != at {
+        if *step != at || !self.members.contains(&seat.index) {
             return;
         }
         staged.insert(
@@ -287,10 +295,10 @@ impl Engine {
             Staged {
                 gradient,
                 state,
-                metrics,
+                lanes,
             },
         );
-        if staged.len() == usize::from(self.settings.draft_seats) {
+        if staged.len() == self.members.len() {
             let staged = std::mem::take(staged);
             self.decide(at, &staged);
         }
@@ -308,28 +316,48 @@ impl Engine {
             ));
             return;
         }
-        if staged.values().any(|vote| vote.gradient != first.gradient) {
+        let broken = staged.iter().find_map(|(seat, vote)| {
+            Some((Seat::draft(*seat), vote.lanes.iter().find(|lane| !lane.finite)?))
+        });
+        let dispute = if let Some((seat, lane)) = broken {
+            let loss = if lane.loss.is_finite() {
+                String::new()
+            } else {
+                format!(", its loss is {}", lane.loss)
+            };
+            Some((
+                format!("the gradient that {seat} computed for step {step} is not finite{loss}"),
+                "lower training.learning_rate, look at the samples of that step, or test that rank's memory",
+            ))
+        } else if staged.values().any(|vote| vote.gradient != first.gradient) {
+            Some((
+                format!("draft replicas disagree on the gradient of step {step}"),
+                "test the memory and the links of their hosts",
+            ))
+        } else {
+            None
+        };
+        if let Some((what, remedy)) = dispute {
             self.gradient_disputes += 1;
             if self.gradient_disputes > GRADIENT_DISPUTES {
                 self.fail(format!(
-                    "draft replicas disagree on the gradient of step {step} {GRADIENT_DISPUTES} times in a row; \
-                     test the memory and the links of their hosts"
+                    "{what}, {} times in a row; {remedy}",
+                    GRADIENT_DISPUTES + 1
                 ));
-                return;
+            } else {
+                self.warn(format!("{what}; it is done again"));
+                self.restart_epoch();
             }
-            self.warn(format!(
-                "draft replicas disagree on the gradient of step {step}; it is done again"
-            ));
-            self.restart_epoch();
             return;
         }
         self.gradient_disputes = 0;
-        let digests = CommittedDigests {
-            gradient: first.gradient,
-            state: first.state,
-        };
         let replay = step < self.committed;
         let report = self.report(step, staged, replay);
+        let digests = CommittedStep {
+            gradient: first.gradient,
+            state: first.state,
+            learning_rate: report.learning_rate,
+        };
         if replay {
             if self.history.get(&step).is_some_and(|known| *known != digests) {
                 self.fail(format!(
@@ -350,6 +378,7 @@ impl Engine {
                 }
             }
             self.committed = step.next();
+            self.last_rate = report.learning_rate;
             let record = Record::Committed {
                 step,
                 epoch: self.epoch,
@@ -365,44 +394,37 @@ impl Engine {
             step,
             learning_rate: report.learning_rate,
         };
-        for seat in self.draft_seats() {
-            self.seats.get_mut(seat).applying = true;
+        for seat in self.members() {
+            self.seats.get_mut(seat).applying_since_ms = Some(self.now_ms);
             self.send(seat, command.clone());
         }
-        self.step_phase = StepPhase::Applying {
-            since_ms: self.now_ms,
-        };
+        self.step_phase = StepPhase::Applying;
         self.commands.push(Command::Committed(report));
     }
 
-    /// Drops the step in flight and forms the group again from the same replicas.
-    pub(super) fn restart_epoch(&mut self) {
-        self.epoch = self.epoch.next();
-        self.formed = false;
-        self.step_phase = StepPhase::Idle;
-        let epoch = self.epoch;
-        for seat in self.draft_seats() {
-            self.send(seat, CoordinatorCommand::Abandon { epoch });
-        }
-    }
-
     fn report(&self, step: Step, staged: &BTreeMap<u16, Staged>, replay: bool) -> StepReport {
-        let learning_rate = self
-            .settings
-            .learning_rate
-            .schedule(self.total_steps)
-            .learning_rate(step.0);
+        // A step that is done again is applied with the rate that it was committed with.
+        let learning_rate = self.history.get(&step).filter(|_| replay).map_or_else(
+            || {
+                self.settings
+                    .learning_rate
+                    .at(step.0, self.total_steps, self.growth)
+            },
+            |known| known.learning_rate,
+        );
         let mut report = StepReport {
             step: step.0 + 1,
             learning_rate,
             replay,
             ..StepReport::default()
         };
-        let rows: Vec<&SeatMetrics> = staged
+        let mut rows: Vec<&LaneMetrics> = staged
             .values()
-            .map(|s| &s.metrics)
-            .filter(|m| m.tokens > 0)
+            .flat_map(|vote| &vote.lanes)
+            .filter(|lane| lane.tokens > 0)
             .collect();
+        // Whoever owns them: sums are taken in the order of the lanes.
+        rows.sort_by_key(|lane| lane.lane);
         let share = 1.0 / rows.len().max(1) as f64;
         for metrics in rows {
             report.loss += metrics.loss * share;
@@ -424,10 +446,17 @@ impl Engine {
 
     pub(super) fn applied(&mut self, seat: Seat, step: Step, state: Digest) {
         let occupant = self.seats.get_mut(seat);
-        occupant.applying = false;
+        // What is said twice, or of an earlier step, changes nothing.
+        let expected = occupant.state.map(|(step, _)| step.next()) == Some(step);
+        if occupant.applying_since_ms.is_none() || !expected {
+            return;
+        }
+        occupant.applying_since_ms = None;
         occupant.state = Some((step, state));
-        let done = self.draft_seats().all(|seat| !self.seats.get(seat).applying);
-        if done && matches!(self.step_phase, StepPhase::Applying { .. }) {
+        let done = self
+            .members()
+            .all(|seat| self.seats.get(seat).applying_since_ms.is_none());
+        if done && matches!(self.step_phase, StepPhase::Applying) {
             self.step_phase = StepPhase::Idle;
         }
     }
@@ -435,20 +464,22 @@ impl Engine {
     /// Seats that keep a step waiting for longer than they may.
     pub(super) fn late_in_step(&self) -> Vec<Seat> {
         let late = |since_ms: u64| self.now_ms > since_ms + self.settings.step_timeout_ms;
+        let mut seats: Vec<Seat> = self
+            .seats
+            .iter()
+            .filter(|(_, state)| state.is_live() && state.applying_since_ms.is_some_and(late))
+            .map(|(seat, _)| seat)
+            .collect();
         match &self.step_phase {
-            StepPhase::Running { since_ms, staged, .. } if late(*since_ms) => self
-                .draft_seats()
-                .filter(|seat| !staged.contains_key(&seat.index))
-                .collect(),
-            StepPhase::Applying { since_ms } if late(*since_ms) => self
-                .draft_seats()
-                .filter(|&seat| self.seats.get(seat).applying)
-                .collect(),
+            StepPhase::Running { since_ms, staged, .. } if late(*since_ms) => {
+                seats.extend(self.members().filter(|seat| !staged.contains_key(&seat.index)));
+            }
             StepPhase::Evaluating {
                 since_ms, waiting, ..
-            } if late(*since_ms) => waiting.iter().map(|&seat| Seat::draft(seat)).collect(),
-            StepPhase::Saving { since_ms } if late(*since_ms) => vec![Seat::draft(0)],
-            _ => Vec::new(),
+            } if late(*since_ms) => seats.extend(waiting.iter().map(|&seat| Seat::draft(seat))),
+            StepPhase::Saving { seat, since_ms } if late(*since_ms) => seats.push(Seat::draft(*seat)),
+            _ => {}
         }
+        seats
     }
 }

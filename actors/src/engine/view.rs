@@ -21,6 +21,8 @@ pub struct SeatView {
     pub pid: u32,
     /// How often the seat was filled again.
     pub restarts: u32,
+    /// Draft only: the lanes that it computes.
+    pub lanes: Vec<u16>,
     /// Time since it was last heard.
     pub silent_ms: u64,
     /// Its last beat.
@@ -36,8 +38,10 @@ pub struct EngineView {
     pub epoch: Epoch,
     /// Steps committed.
     pub committed: u64,
-    /// Steps of the whole run, 0 until known.
+    /// Steps of the whole run so far, 0 until known.
     pub total_steps: u64,
+    /// Whether all is trained that there is, and more may come.
+    pub waiting_for_samples: bool,
     /// The account of samples.
     pub ledger: LedgerCounts,
     /// Held-out prompts.
@@ -58,6 +62,10 @@ impl Engine {
             epoch: self.epoch,
             committed: self.committed.0,
             total_steps: self.total_steps,
+            waiting_for_samples: self.prepared
+                && self.phase == Phase::Training
+                && self.committed.0 >= self.total_steps
+                && self.is_open(),
             ledger: self.ledger.counts(),
             held_out: self.held_out.len() as u64,
             extracted_tokens: self.extracted_tokens,
@@ -74,10 +82,16 @@ impl Engine {
                         Status::Loading => "loading",
                         Status::Ready if seat.role == Role::Draft && !self.formed => "waiting",
                         Status::Ready => "ready",
-                        Status::Left => "gone",
+                        Status::Leaving => "leaving",
+                        Status::Empty => "gone",
                     },
                     pid: state.pid,
                     restarts: state.restarts_total,
+                    lanes: if seat.role == Role::Draft {
+                        self.lanes_of(seat).collect()
+                    } else {
+                        Vec::new()
+                    },
                     silent_ms: now_ms.saturating_sub(state.last_heard_ms),
                     beat: state.beat,
                 })

@@ -1,4 +1,4 @@
-//! The journal's file: `EAGLETJ1`, then records of `length u32 | crc32c u32 | bincode`, all little-endian.
+//! The journal's file: `EAGLETJ2`, then records of `length u32 | crc32c u32 | bincode`, all little-endian.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
@@ -9,7 +9,7 @@ use eaglet_runtime::wire;
 
 use super::Record;
 
-const MAGIC: &[u8; 8] = b"EAGLETJ1";
+const MAGIC: &[u8; 8] = b"EAGLETJ2";
 const HEADER_BYTES: u64 = 8;
 
 /// Why a journal cannot be used.

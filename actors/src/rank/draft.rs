@@ -1,4 +1,4 @@
-//! A draft rank: holds a replica, computes its seat's gradient, takes part in the sum, applies what was committed.
+//! A draft rank: holds a replica, computes its lanes' gradients, takes part in the sum, applies what was committed.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use eaglet_runtime::checkpoint::CheckpointFolder;
 use eaglet_runtime::collective::SeatOrderedReduce;
 use eaglet_runtime::control::{
-    Acceptance, Activity, CoordinatorCommand, DraftOrigin, Member, RankEvent, SeatMetrics,
+    Acceptance, Activity, CoordinatorCommand, DraftOrigin, LaneMetrics, Member, RankEvent,
 };
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Role, RowId, Seat, Step};
@@ -22,6 +22,8 @@ pub(super) struct DraftWorker {
     context: Context,
     checkpoints: CheckpointFolder,
     replica: Option<Replica>,
+    /// Number of the load that is answered next.
+    load: u32,
     epoch: Epoch,
     group: Option<Group>,
     phase: Phase,
@@ -41,7 +43,7 @@ enum Phase {
     Reducing {
         step: Step,
         reduce: SeatOrderedReduce,
-        metrics: SeatMetrics,
+        lanes: Vec<LaneMetrics>,
     },
     Staged {
         step: Step,
@@ -55,6 +57,7 @@ impl DraftWorker {
             checkpoints: CheckpointFolder::open(context.run_directory.join("checkpoints")),
             context,
             replica: None,
+            load: 0,
             epoch: Epoch::default(),
             group: None,
             phase: Phase::Idle,
@@ -69,6 +72,7 @@ impl DraftWorker {
     fn command(&mut self, command: CoordinatorCommand) -> Result<(), RankFault> {
         match command {
             CoordinatorCommand::LoadDraft {
+                load,
                 vocabulary,
                 contract,
                 origin,
@@ -80,19 +84,20 @@ impl DraftWorker {
                         .map_err(RankFault::permanent)?;
                     self.replica = Some(replica);
                 }
+                self.load = load;
                 self.take_origin(origin)?;
             }
             CoordinatorCommand::Abandon { epoch } => self.abandon(epoch),
             CoordinatorCommand::SendState { to } => self.send_state(&to)?,
-            CoordinatorCommand::FormGroup { epoch, members } => self.form(epoch, members)?,
-            CoordinatorCommand::Begin {
+            CoordinatorCommand::FormGroup {
                 epoch,
-                step,
-                has_row,
-                contributors,
-            } => {
+                members,
+                owners,
+            } => self.form(epoch, members, owners)?,
+            CoordinatorCommand::Begin { epoch, step, lanes } => {
+                // RANK-2
                 if epoch == self.epoch {
-                    self.begin(step, has_row, contributors)?;
+                    self.begin(step, &lanes)?;
                 }
             }
             CoordinatorCommand::Commit {
@@ -163,6 +168,7 @@ impl DraftWorker {
         if let Some(replica) = &self.replica {
             self.rows.retain(|row, _| is_ahead(*row, replica.step()));
             self.context.say(RankEvent::DraftReady {
+                load: self.load,
                 step: replica.step(),
                 state: replica.digest(),
             });
@@ -170,6 +176,10 @@ impl DraftWorker {
     }
 
     fn abandon(&mut self, epoch: Epoch) {
+        // RANK-2
+        if epoch < self.epoch {
+            return;
+        }
         self.epoch = epoch;
         self.phase = Phase::Idle;
         self.group = None;
@@ -177,16 +187,31 @@ impl DraftWorker {
         self.early.retain(|message| message.header.epoch >= epoch);
     }
 
-    fn form(&mut self, epoch: Epoch, members: Vec<Member>) -> Result<(), RankFault> {
+    fn form(&mut self, epoch: Epoch, members: Vec<Member>, owners: Vec<u16>) -> Result<(), RankFault> {
+        // RANK-2
+        if epoch < self.epoch {
+            return Ok(());
+        }
         self.abandon(epoch);
-        let group = Group::connect(self.context.seat, self.context.generation, epoch, members)
-            .map_err(RankFault::passing)?;
+        let seat = self.context.seat.index;
+        // Rows of lanes that are somebody else's now are extracted again for their new owner.
+        self.rows
+            .retain(|row, _| owners.get(usize::from(row.lane())) == Some(&seat));
+        let group = Group::connect(
+            self.context.seat,
+            self.context.generation,
+            epoch,
+            &members,
+            owners,
+        )
+        .map_err(RankFault::passing)?;
         self.group = Some(group);
         self.context.say(RankEvent::GroupReady { epoch });
         Ok(())
     }
 
-    fn begin(&mut self, step: Step, has_row: bool, contributors: u16) -> Result<(), RankFault> {
+    /// Computes the gradients of this seat's lanes and starts the sum over all `lanes` that have a row.
+    fn begin(&mut self, step: Step, lanes: &[u16]) -> Result<(), RankFault> {
         let _step = tracing::info_span!("step", step = step.0, epoch = %self.epoch).entered();
         self.context.enter(Activity::Computing);
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
@@ -200,30 +225,39 @@ impl DraftWorker {
                 replica.step()
             )));
         }
-        let id = RowId::Train {
-            step,
-            seat: self.context.seat.index,
-        };
-        let row = match (has_row, self.rows.get(&id)) {
-            (false, _) => None,
-            (true, Some(row)) => Some(row),
-            (true, None) => return Err(RankFault::passing(format!("the {id} is not here"))),
-        };
-        let (gradient, metrics) = replica.gradient(row).map_err(RankFault::passing)?;
-        tracing::debug!(
-            loss = metrics.loss,
-            tokens = metrics.tokens,
-            ms = metrics.compute_ms,
-            "gradient computed"
-        );
-        let shape = group.shape(gradient.len(), 1.0 / f32::from(contributors.max(1)));
-        let mut reduce = SeatOrderedReduce::new(shape).map_err(RankFault::passing)?;
+        let mut gradient = replica.take_gradient();
+        let mut reduce =
+            SeatOrderedReduce::new(group.shape(gradient.len(), lanes)).map_err(RankFault::passing)?;
+        let mut measured = Vec::new();
+        for &lane in lanes {
+            if group.owner(lane) != Some(self.context.seat.index) {
+                continue;
+            }
+            let id = RowId::Train { step, lane };
+            let row = self
+                .rows
+                .get(&id)
+                .ok_or_else(|| RankFault::passing(format!("the {id} is not here")))?;
+            let mut metrics = replica.gradient(row, &mut gradient).map_err(RankFault::passing)?;
+            metrics.lane = lane;
+            metrics.finite = metrics.loss.is_finite() && is_finite(&gradient);
+            tracing::debug!(
+                lane,
+                loss = metrics.loss,
+                tokens = metrics.tokens,
+                ms = metrics.compute_ms,
+                "gradient computed"
+            );
+            measured.push(metrics);
+            let outgoing = reduce.contribute(lane, &gradient).map_err(RankFault::passing)?;
+            group.send_all(step, outgoing).map_err(RankFault::passing)?;
+        }
         let outgoing = reduce.start(gradient).map_err(RankFault::passing)?;
         group.send_all(step, outgoing).map_err(RankFault::passing)?;
         self.phase = Phase::Reducing {
             step,
             reduce,
-            metrics,
+            lanes: measured,
         };
         self.context.enter(Activity::Reducing);
         for message in std::mem::take(&mut self.early) {
@@ -272,19 +306,23 @@ impl DraftWorker {
         let Phase::Reducing {
             step,
             reduce,
-            metrics,
+            mut lanes,
         } = std::mem::replace(&mut self.phase, Phase::Idle)
         else {
             return Ok(());
         };
         let replica = self.replica.as_ref().ok_or_else(not_loaded)?;
         let gradient = reduce.finish().map_err(RankFault::passing)?;
+        if !is_finite(&gradient) {
+            // Finite parts may have a sum that is not; it must not be applied either.
+            lanes.iter_mut().for_each(|lane| lane.finite = false);
+        }
         let event = RankEvent::Staged {
             epoch: self.epoch,
             step,
             gradient: Digest::of_f32(&gradient),
             state: replica.digest(),
-            metrics,
+            lanes,
         };
         self.phase = Phase::Staged { step, gradient };
         self.context.say(event);
@@ -400,7 +438,7 @@ impl DraftWorker {
             .replica
             .as_ref()
             .is_some_and(|replica| !is_ahead(row, replica.step()));
-        if row.seat() == self.context.seat.index && !is_old {
+        if !is_old {
             self.rows.insert(row, HiddenRow { row: content, hidden });
             self.context.say(RankEvent::Received { row });
         }
@@ -411,10 +449,10 @@ impl DraftWorker {
         self.context.enter(Activity::Evaluating);
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         let mut acceptance = Acceptance::default();
-        if let Some(row) = self.rows.get(&RowId::HeldOut {
-            seat: self.context.seat.index,
-        }) {
-            acceptance = replica.evaluate(row).map_err(RankFault::passing)?;
+        for (id, row) in &self.rows {
+            if matches!(id, RowId::HeldOut { .. }) {
+                acceptance.add(&replica.evaluate(row).map_err(RankFault::passing)?);
+            }
         }
         self.context.say(RankEvent::Evaluated {
             step: replica.step(),
@@ -424,11 +462,12 @@ impl DraftWorker {
     }
 
     /// A link that its sender closed in order says nothing; one that broke is the coordinator's business.
-    fn closed(&self, from: Endpoint, reason: String) {
+    fn closed(&self, from: Endpoint, epoch: Epoch, reason: String) {
         tracing::warn!(%from, reason, "a bulk link broke");
         self.context.say(RankEvent::LinkBroken {
             from: from.seat,
             generation: from.generation,
+            epoch,
             reason,
         });
     }
@@ -440,6 +479,10 @@ fn is_ahead(row: RowId, reached: Step) -> bool {
         RowId::Train { step, .. } => step >= reached,
         RowId::HeldOut { .. } => true,
     }
+}
+
+fn is_finite(values: &[f32]) -> bool {
+    values.iter().all(|value| value.is_finite())
 }
 
 fn not_loaded() -> RankFault {
@@ -465,7 +508,7 @@ impl Worker for DraftWorker {
                 peer: Some(hello),
                 error: Some(error),
             }) => {
-                self.closed(hello.from, error.to_string());
+                self.closed(hello.from, hello.epoch, error.to_string());
             }
             Input::Bulk(BulkEvent::Opened { .. } | BulkEvent::Closed { .. }) => {}
         }

@@ -19,7 +19,10 @@ const STATE_TIMEOUT: Duration = Duration::from_secs(60);
 pub(super) struct Group {
     seat: Seat,
     epoch: Epoch,
-    seats: u16,
+    /// Seats of the members, ascending.
+    members: Vec<u16>,
+    /// The draft seat that computes each lane, `[lanes]`.
+    owners: Vec<u16>,
     links: Vec<(u16, BulkSender)>,
 }
 
@@ -28,9 +31,9 @@ impl Group {
         seat: Seat,
         generation: Generation,
         epoch: Epoch,
-        members: Vec<Member>,
+        members: &[Member],
+        owners: Vec<u16>,
     ) -> Result<Self, LinkError> {
-        let seats = members.len() as u16;
         let links = members
             .iter()
             .filter(|member| member.seat != seat.index)
@@ -39,18 +42,28 @@ impl Group {
         Ok(Self {
             seat,
             epoch,
-            seats,
+            members: members.iter().map(|member| member.seat).collect(),
+            owners,
             links,
         })
     }
 
-    /// What all members agree on before they sum.
-    pub(super) fn shape(&self, elements: usize, scale: f32) -> ReduceShape {
+    /// The draft seat that computes a lane.
+    pub(super) fn owner(&self, lane: u16) -> Option<u16> {
+        self.owners.get(usize::from(lane)).copied()
+    }
+
+    /// What all members agree on before they sum the gradients of some lanes.
+    pub(super) fn shape(&self, elements: usize, lanes: &[u16]) -> ReduceShape {
         ReduceShape {
             elements,
-            seats: self.seats,
+            members: self.members.clone(),
             own: self.seat.index,
-            scale,
+            lanes: lanes
+                .iter()
+                // A lane without an owner belongs to nobody, and the reduction refuses it.
+                .map(|&lane| (lane, self.owner(lane).unwrap_or(u16::MAX)))
+                .collect(),
         }
     }
 

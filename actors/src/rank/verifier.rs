@@ -164,6 +164,7 @@ impl VerifierWorker {
         match sent {
             Ok(()) => self.context.say(RankEvent::Extracted {
                 row,
+                seat: destination.seat,
                 generation,
                 tokens,
             }),
@@ -172,6 +173,7 @@ impl VerifierWorker {
                 self.links.remove(&destination.seat);
                 self.context.say(RankEvent::NotSent {
                     row,
+                    seat: destination.seat,
                     generation,
                     reason,
                 });

@@ -1,14 +1,16 @@
-//! Reduce-scatter and all-gather over seats, as a state machine.
+//! Reduce-scatter and all-gather over draft seats, as a state machine.
 //!
-//! Seat `i` owns segment `i`. Every seat sends each owner its contribution; the owner adds the contributions in the order
-//! of the seats, `((g0 + g1) + g2) + ...`, multiplies the sum by a factor and sends the finished segment to all.
+//! Every lane with a row has one gradient; the seat that owns the lane brings it in. Segment `i` is summed by the `i`-th
+//! member: it adds the lanes' contributions in the order of the lanes, `((g0 + g1) + g2) + ...`, multiplies the sum by
+//! `1 / lanes` and sends the finished segment to all. So the bits depend on the lanes, and neither on the number of
+//! members nor on who owns which lane.
 //!
 //! Invariants, cited by the tests:
 //!
 //! - **C-1 order**: the result is the same bits whatever the order of arrival.
-//! - **C-2 same**: all seats end with the same bits.
-//! - **C-3 memory**: beyond the gradient and what peers sent, a seat holds at most one more gradient: copies of the
-//!   segments of others while they are being sent, and one segment for the sum.
+//! - **C-2 same**: all members end with the same bits, and with those of any other membership.
+//! - **C-3 memory**: beyond the gradient and what peers sent, a member holds at most one more gradient for each of its
+//!   lanes: copies of the segments of others while they are being sent, and one segment for the sum.
 
 use std::fmt;
 
@@ -21,23 +23,26 @@ use crate::link::bytes_of_f32;
 /// The two halves of a reduction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Phase {
-    /// A seat's own values of a segment, on their way to its owner.
-    Contribution,
-    /// The finished values of a segment, on their way from its owner.
+    /// A lane's values of a segment, on their way to the member that sums it.
+    Contribution {
+        /// The lane.
+        lane: u16,
+    },
+    /// The finished values of a segment, on their way from the member that summed it.
     Finished,
 }
 
-/// What all seats agree on before a reduction.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// What all members agree on before a reduction.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReduceShape {
     /// Length of the flat gradient.
     pub elements: usize,
-    /// Number of seats.
-    pub seats: u16,
+    /// Seats that take part, ascending.
+    pub members: Vec<u16>,
     /// The seat whose part this is.
     pub own: u16,
-    /// What the sum is multiplied by, for example `1 / contributing seats`.
-    pub scale: f32,
+    /// Lanes that are summed, ascending, each with the seat that brings it in.
+    pub lanes: Vec<(u16, u16)>,
 }
 
 /// Something to send.
@@ -73,13 +78,15 @@ impl fmt::Debug for Outgoing {
 /// Why a segment was not accepted, or a reduction cannot be made.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CollectiveError {
-    /// The shape names a seat that does not exist.
-    #[error("seat {own} takes no part in a reduction over {seats} seats")]
+    /// The shape contradicts itself.
+    #[error("seat {own} cannot take part in a reduction of lanes {lanes:?} over seats {members:?}")]
     Shape {
         /// The seat.
         own: u16,
-        /// Number of seats.
-        seats: u16,
+        /// The seats that take part.
+        members: Vec<u16>,
+        /// The lanes with their owners.
+        lanes: Vec<(u16, u16)>,
     },
     /// The gradient has another length than agreed.
     #[error("the gradient has {actual} elements instead of {wanted}")]
@@ -89,24 +96,22 @@ pub enum CollectiveError {
         /// The length agreed on.
         wanted: usize,
     },
-    /// The reduction was started before.
-    #[error("the reduction was started before")]
-    Started,
+    /// A lane was brought in that is not this seat's, or for the second time, or after the start.
+    #[error("seat {own} cannot bring in lane {lane}")]
+    Lane {
+        /// This seat.
+        own: u16,
+        /// The lane.
+        lane: u16,
+    },
+    /// The reduction was started before, or before all lanes of this seat were brought in.
+    #[error("the reduction cannot be started now")]
+    Start,
     /// The result was asked for too early.
     #[error("the reduction is not done: {missing} segments are missing")]
     NotDone {
         /// Segments without a finished value.
         missing: usize,
-    },
-    /// A segment came from a seat that takes no part, or from this one.
-    #[error("a segment came from seat {from}, which is no peer of seat {own} among {seats} seats")]
-    From {
-        /// The sender.
-        from: u16,
-        /// This seat.
-        own: u16,
-        /// Number of seats.
-        seats: u16,
     },
     /// A segment came from a seat that has no business with it.
     #[error("seat {from} sent segment {segment} as {phase:?} to seat {own}")]
@@ -132,8 +137,8 @@ pub enum CollectiveError {
         /// The length agreed on.
         wanted_bytes: usize,
     },
-    /// A finished segment came although this seat has not contributed to it.
-    #[error("seat {from} says that segment {segment} is finished, but seat {own} has not contributed to it")]
+    /// A finished segment came although this seat has not started.
+    #[error("seat {from} says that segment {segment} is finished, but seat {own} has not started")]
     Premature {
         /// The sender.
         from: u16,
@@ -144,18 +149,20 @@ pub enum CollectiveError {
     },
 }
 
-/// One seat's part in one reduction.
+/// One member's part in one reduction.
 pub struct SeatOrderedReduce {
     shape: ReduceShape,
     segments: Segments,
-    /// The gradient, from `start` on; finished segments replace its values.
-    gradient: Option<Vec<f32>>,
-    /// Contributions to the own segment that wait for their turn, by seat.
+    /// This seat's place among the members, which is the number of its segment.
+    place: u16,
+    /// From `start` on; finished segments are written into it.
+    result: Option<Vec<f32>>,
+    /// Contributions to the own segment that wait for their turn, in the order of `shape.lanes`.
     waiting: Vec<Option<Bytes>>,
-    /// Seats whose contributions are in the sum; the next turn is this seat's.
-    added: u16,
+    /// Lanes whose contributions are in the sum; the next turn is the one after them.
+    added: usize,
     sum: Vec<f32>,
-    /// Segments whose finished values are in the gradient.
+    /// Segments whose finished values are in the result.
     finished: Vec<bool>,
     duplicates: u64,
 }
@@ -164,59 +171,103 @@ impl SeatOrderedReduce {
     /// A reduction that has not started. Peers that are faster may contribute already.
     ///
     /// # Errors
-    /// If `own` is no seat of the shape.
+    /// If `own` is no member, an owner is none, no lane is summed, or something is not ascending.
     pub fn new(shape: ReduceShape) -> Result<Self, CollectiveError> {
-        let ReduceShape {
-            elements, seats, own, ..
-        } = shape;
-        if own >= seats {
-            return Err(CollectiveError::Shape { own, seats });
-        }
-        let segments = Segments::new(elements, seats);
+        let ascending = shape.members.windows(2).all(|pair| pair[0] < pair[1])
+            && shape.lanes.windows(2).all(|pair| pair[0].0 < pair[1].0);
+        let owned = shape.lanes.iter().all(|(_, owner)| shape.members.contains(owner));
+        let place = shape.members.iter().position(|&member| member == shape.own);
+        let Some(place) = place.filter(|_| ascending && owned && !shape.lanes.is_empty()) else {
+            return Err(CollectiveError::Shape {
+                own: shape.own,
+                members: shape.members,
+                lanes: shape.lanes,
+            });
+        };
+        let members = shape.members.len() as u16;
+        let segments = Segments::new(shape.elements, members);
         // Nothing is sent for an empty segment.
-        let finished = (0..seats)
+        let finished = (0..members)
             .map(|segment| segments.range(segment).is_empty())
             .collect();
         Ok(Self {
-            shape,
             segments,
-            gradient: None,
-            waiting: vec![None; usize::from(seats)],
+            place: place as u16,
+            result: None,
+            waiting: vec![None; shape.lanes.len()],
             added: 0,
             sum: Vec::new(),
             finished,
             duplicates: 0,
+            shape,
         })
     }
 
-    /// Brings in this seat's gradient; says what to send.
+    /// Brings in the gradient of one of this seat's lanes; says what to send. To be called for each of them, before
+    /// [`Self::start`].
     ///
     /// # Errors
-    /// If its length is not the agreed one, or the reduction was started before.
-    pub fn start(&mut self, gradient: Vec<f32>) -> Result<Vec<Outgoing>, CollectiveError> {
-        if self.gradient.is_some() {
-            return Err(CollectiveError::Started);
-        }
+    /// If its length is not the agreed one, or the lane is not this seat's or was brought in before.
+    pub fn contribute(&mut self, lane: u16, gradient: &[f32]) -> Result<Vec<Outgoing>, CollectiveError> {
+        let own = self.shape.own;
+        let turn = self.turn_of(lane).filter(|&turn| {
+            self.shape.lanes[turn].1 == own && self.waiting[turn].is_none() && self.result.is_none()
+        });
+        let Some(turn) = turn else {
+            return Err(CollectiveError::Lane { own, lane });
+        };
         if gradient.len() != self.shape.elements {
             return Err(CollectiveError::Gradient {
                 actual: gradient.len(),
                 wanted: self.shape.elements,
             });
         }
-        let mut outgoing: Vec<Outgoing> = self
-            .peers()
-            .map(|seat| (seat, self.segments.range(seat)))
-            .filter(|(_, range)| !range.is_empty())
-            .map(|(seat, range)| Outgoing {
-                to_seat: seat,
-                phase: Phase::Contribution,
-                segment: seat,
-                bytes: bytes_of_f32(gradient[range].to_vec()),
-            })
-            .collect();
-        self.gradient = Some(gradient);
-        outgoing.extend(self.advance());
+        let mut outgoing = Vec::new();
+        for (segment, &seat) in (0..).zip(&self.shape.members) {
+            let range = self.segments.range(segment);
+            if range.is_empty() {
+                continue;
+            }
+            let bytes = bytes_of_f32(gradient[range].to_vec());
+            if seat == own {
+                self.waiting[turn] = Some(bytes);
+            } else {
+                outgoing.push(Outgoing {
+                    to_seat: seat,
+                    phase: Phase::Contribution { lane },
+                    segment,
+                    bytes,
+                });
+            }
+        }
+        if self.waiting[turn].is_none() {
+            // The own segment is empty; the lane is still known to be brought in.
+            self.waiting[turn] = Some(Bytes::new());
+        }
         Ok(outgoing)
+    }
+
+    /// Takes the vector that finished segments are written into, of any contents, once all lanes of this seat are
+    /// brought in; says what to send.
+    ///
+    /// # Errors
+    /// If its length is not the agreed one, a lane is missing, or the reduction was started before.
+    pub fn start(&mut self, result: Vec<f32>) -> Result<Vec<Outgoing>, CollectiveError> {
+        let own = self.shape.own;
+        let missing = (0..)
+            .zip(&self.shape.lanes)
+            .any(|(turn, &(_, owner)): (usize, _)| owner == own && self.waiting[turn].is_none());
+        if self.result.is_some() || missing {
+            return Err(CollectiveError::Start);
+        }
+        if result.len() != self.shape.elements {
+            return Err(CollectiveError::Gradient {
+                actual: result.len(),
+                wanted: self.shape.elements,
+            });
+        }
+        self.result = Some(result);
+        Ok(self.advance())
     }
 
     /// Takes in what a peer sent; says what to send in consequence. Duplicates are ignored and counted.
@@ -230,26 +281,28 @@ impl SeatOrderedReduce {
         segment: u16,
         bytes: impl Into<Bytes>,
     ) -> Result<Vec<Outgoing>, CollectiveError> {
-        let ReduceShape { seats, own, .. } = self.shape;
-        if from_seat >= seats || from_seat == own {
-            return Err(CollectiveError::From {
-                from: from_seat,
-                own,
-                seats,
-            });
-        }
-        let owner = match phase {
-            Phase::Contribution => own,
-            Phase::Finished => from_seat,
+        let own = self.shape.own;
+        let misrouted = CollectiveError::Misrouted {
+            from: from_seat,
+            segment,
+            phase,
+            own,
         };
-        if segment != owner {
-            return Err(CollectiveError::Misrouted {
-                from: from_seat,
-                segment,
-                phase,
-                own,
-            });
-        }
+        let Some(sender) = self
+            .shape
+            .members
+            .iter()
+            .position(|&m| m == from_seat && m != own)
+        else {
+            return Err(misrouted);
+        };
+        let turn = match phase {
+            Phase::Contribution { lane } => self
+                .turn_of(lane)
+                .filter(|&turn| self.shape.lanes[turn].1 == from_seat && segment == self.place),
+            Phase::Finished => Some(0).filter(|_| usize::from(segment) == sender),
+        };
+        let Some(turn) = turn else { return Err(misrouted) };
         let (bytes, range) = (bytes.into(), self.segments.range(segment));
         if bytes.len() != range.len() * size_of::<f32>() {
             return Err(CollectiveError::Length {
@@ -259,34 +312,31 @@ impl SeatOrderedReduce {
                 wanted_bytes: range.len() * size_of::<f32>(),
             });
         }
-        let place = usize::from(from_seat);
-        let seen = match phase {
-            Phase::Contribution => {
-                from_seat < self.added || self.waiting[place].is_some() || self.finished[usize::from(own)]
-            }
-            Phase::Finished => self.finished[place],
-        };
-        if seen {
-            self.duplicates += 1;
-            return Ok(Vec::new());
-        }
         match phase {
-            Phase::Contribution => {
-                self.waiting[place] = Some(bytes);
+            Phase::Contribution { .. } => {
+                if turn < self.added || self.waiting[turn].is_some() {
+                    self.duplicates += 1;
+                    return Ok(Vec::new());
+                }
+                self.waiting[turn] = Some(bytes);
                 Ok(self.advance())
             }
             Phase::Finished => {
-                let Some(gradient) = &mut self.gradient else {
+                if self.finished[sender] {
+                    self.duplicates += 1;
+                    return Ok(Vec::new());
+                }
+                let Some(result) = &mut self.result else {
                     return Err(CollectiveError::Premature {
                         from: from_seat,
                         segment,
                         own,
                     });
                 };
-                for (value, bytes) in gradient[range].iter_mut().zip(floats(&bytes)) {
+                for (value, bytes) in result[range].iter_mut().zip(floats(&bytes)) {
                     *value = bytes;
                 }
-                self.finished[place] = true;
+                self.finished[sender] = true;
                 Ok(Vec::new())
             }
         }
@@ -294,7 +344,7 @@ impl SeatOrderedReduce {
 
     /// Whether all segments are finished.
     pub fn is_done(&self) -> bool {
-        self.gradient.is_some() && self.finished.iter().all(|&finished| finished)
+        self.result.is_some() && self.finished.iter().all(|&finished| finished)
     }
 
     /// How many segments came twice.
@@ -302,77 +352,63 @@ impl SeatOrderedReduce {
         self.duplicates
     }
 
-    /// Peers that still owe something: a contribution to the own segment, or their finished one.
-    pub fn awaited(&self) -> Vec<u16> {
-        let own_finished = self.finished[usize::from(self.shape.own)];
-        self.peers()
-            .filter(|&seat| {
-                let place = usize::from(seat);
-                let contributed = own_finished || seat < self.added || self.waiting[place].is_some();
-                !contributed || !self.finished[place]
-            })
-            .collect()
-    }
-
-    /// The reduced gradient: the vector that was brought in, with other values.
+    /// The mean over the lanes, in the vector that was given to [`Self::start`].
     ///
     /// # Errors
     /// If segments are missing.
     pub fn finish(self) -> Result<Vec<f32>, CollectiveError> {
         let missing = self.finished.iter().filter(|&&finished| !finished).count();
-        match self.gradient {
-            Some(gradient) if missing == 0 => Ok(gradient),
+        match self.result {
+            Some(result) if missing == 0 => Ok(result),
             _ => Err(CollectiveError::NotDone { missing }),
         }
     }
 
-    /// Gives up, for example because the epoch is over: the vector that was brought in, with unspecified values.
+    /// Gives up, for example because the epoch is over: the vector that was given, with unspecified values.
     pub fn abandon(self) -> Option<Vec<f32>> {
-        self.gradient
+        self.result
     }
 
-    fn peers(&self) -> impl Iterator<Item = u16> + use<> {
-        let own = self.shape.own;
-        (0..self.shape.seats).filter(move |&seat| seat != own)
+    fn turn_of(&self, lane: u16) -> Option<usize> {
+        self.shape
+            .lanes
+            .binary_search_by_key(&lane, |&(lane, _)| lane)
+            .ok()
     }
 
     /// Adds the contributions whose turn it is; sends the own segment when it is finished.
     fn advance(&mut self) -> Vec<Outgoing> {
-        let own = self.shape.own;
-        let range = self.segments.range(own);
-        let Some(gradient) = &mut self.gradient else {
+        let place = usize::from(self.place);
+        let Some(result) = &mut self.result else {
             return Vec::new();
         };
-        if self.finished[usize::from(own)] {
+        if self.finished[place] {
             return Vec::new();
         }
-        while self.added < self.shape.seats {
-            let contribution = self.waiting[usize::from(self.added)].take();
-            match contribution {
-                None if self.added == own => {
-                    accumulate(
-                        &mut self.sum,
-                        self.added == 0,
-                        gradient[range.clone()].iter().copied(),
-                    );
-                }
-                Some(bytes) => accumulate(&mut self.sum, self.added == 0, floats(&bytes)),
-                None => return Vec::new(),
-            }
+        while let Some(slot) = self.waiting.get_mut(self.added) {
+            let Some(bytes) = slot.take() else {
+                return Vec::new();
+            };
+            accumulate(&mut self.sum, self.added == 0, floats(&bytes));
             self.added += 1;
         }
         let mut sum = std::mem::take(&mut self.sum);
+        let scale = 1.0 / self.shape.lanes.len() as f32;
         for value in &mut sum {
-            *value *= self.shape.scale;
+            *value *= scale;
         }
-        gradient[range].copy_from_slice(&sum);
-        self.finished[usize::from(own)] = true;
+        result[self.segments.range(self.place)].copy_from_slice(&sum);
+        self.finished[place] = true;
         let bytes = bytes_of_f32(sum);
-        self.peers()
-            .map(|to_seat| Outgoing {
+        let own = self.shape.own;
+        self.shape
+            .members
+            .iter()
+            .filter(|&&member| member != own)
+            .map(|&to_seat| Outgoing {
                 to_seat,
                 phase: Phase::Finished,
-                segment: own,
+                segment: self.place,
                 bytes: bytes.clone(),
             })
             .collect()

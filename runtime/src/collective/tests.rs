@@ -1,5 +1,7 @@
 //! Whole reductions over several seats, in every order of arrival.
 
+use std::collections::BTreeMap;
+
 use bytes::Bytes;
 use proptest::prelude::*;
 
@@ -38,60 +40,83 @@ fn sequential(gradients: &[Vec<f32>], scale: f32) -> Vec<u32> {
     sum.iter().map(|value| (value * scale).to_bits()).collect()
 }
 
-fn reduce(elements: usize, seats: u16, own: u16, scale: f32) -> SeatOrderedReduce {
+fn reduce(elements: usize, members: &[u16], own: u16, lanes: &[(u16, u16)]) -> SeatOrderedReduce {
     SeatOrderedReduce::new(ReduceShape {
         elements,
-        seats,
+        members: members.to_vec(),
         own,
-        scale,
+        lanes: lanes.to_vec(),
     })
-    .expect("own is a seat")
+    .expect("own is a member")
 }
 
-/// Something that a seat may do next.
+/// Something that may happen next.
 enum Event {
+    Contribute(u16, u16),
     Start(u16),
     Deliver(u16, Outgoing),
 }
 
-/// Plays a whole reduction; `choose(n)` picks which of `n` possible events is next.
+/// Plays a whole reduction of gradients `[lanes, elements]`; `choose(n)` picks which of `n` possible events is next.
 fn play(
     gradients: &[Vec<f32>],
-    scale: f32,
+    members: &[u16],
+    lanes: &[(u16, u16)],
     twice: bool,
     mut choose: impl FnMut(usize) -> usize,
 ) -> Vec<Vec<u32>> {
-    let seats = gradients.len() as u16;
     let elements = gradients[0].len();
-    let mut parts: Vec<_> = (0..seats)
-        .map(|own| reduce(elements, seats, own, scale))
+    let mut parts: BTreeMap<u16, _> = members
+        .iter()
+        .map(|&own| (own, reduce(elements, members, own, lanes)))
         .collect();
-    let mut events: Vec<_> = (0..seats).map(Event::Start).collect();
-    let (mut sent, mut started) = (0_u64, vec![false; usize::from(seats)]);
+    let mut left: BTreeMap<u16, usize> = members
+        .iter()
+        .map(|&own| (own, lanes.iter().filter(|(_, owner)| *owner == own).count()))
+        .collect();
+    let mut events: Vec<_> = lanes
+        .iter()
+        .map(|&(lane, owner)| Event::Contribute(owner, lane))
+        .collect();
+    events.extend(
+        left.iter()
+            .filter(|(_, left)| **left == 0)
+            .map(|(&own, _)| Event::Start(own)),
+    );
+    let mut sent = 0_u64;
+    let mut early: Vec<Event> = Vec::new();
     while !events.is_empty() {
         let at = choose(events.len());
         let (seat, outgoing) = match events.swap_remove(at) {
-            Event::Start(seat) => {
-                let place = usize::from(seat);
-                started[place] = true;
-                let outgoing = parts[place].start(gradients[place].clone());
-                (seat, outgoing.expect("the first start"))
+            Event::Contribute(seat, lane) => {
+                let place = lanes
+                    .iter()
+                    .position(|&(l, _)| l == lane)
+                    .expect("a lane of the list");
+                let part = parts.get_mut(&seat).expect("a member");
+                let outgoing = part.contribute(lane, &gradients[place]).expect("the first time");
+                let left = left.get_mut(&seat).expect("a member");
+                *left -= 1;
+                if *left == 0 {
+                    events.push(Event::Start(seat));
+                }
+                (seat, outgoing)
             }
-            Event::Deliver(
-                from,
-                Outgoing {
-                    to_seat,
-                    phase,
-                    segment,
-                    bytes,
-                },
-            ) => {
-                let part = &mut parts[usize::from(to_seat)];
-                (
-                    to_seat,
-                    part.receive(from, phase, segment, bytes)
-                        .expect("it belongs there"),
-                )
+            Event::Start(seat) => {
+                let part = parts.get_mut(&seat).expect("a member");
+                let outgoing = part.start(vec![f32::NAN; elements]).expect("the first start");
+                events.append(&mut early);
+                (seat, outgoing)
+            }
+            Event::Deliver(from, out) => {
+                let part = parts.get_mut(&out.to_seat).expect("a member");
+                let answer = part.receive(from, out.phase, out.segment, out.bytes.clone());
+                if matches!(answer, Err(CollectiveError::Premature { .. })) {
+                    // A rank keeps what comes before its own beginning.
+                    early.push(Event::Deliver(from, out));
+                    continue;
+                }
+                (out.to_seat, answer.expect("it belongs there"))
             }
         };
         for outgoing in outgoing {
@@ -101,14 +126,12 @@ fn play(
             }
         }
     }
-    assert!(started.iter().all(|&started| started));
-    let duplicates: u64 = parts.iter().map(SeatOrderedReduce::duplicates).sum();
+    let duplicates: u64 = parts.values().map(SeatOrderedReduce::duplicates).sum();
     assert_eq!(duplicates, if twice { sent / 2 } else { 0 });
     parts
-        .into_iter()
+        .into_values()
         .map(|part| {
             assert!(part.is_done());
-            assert!(part.awaited().is_empty());
             part.finish()
                 .expect("done")
                 .into_iter()
@@ -119,28 +142,33 @@ fn play(
 }
 
 proptest! {
-    /// C-1, C-2.
+    /// C-1, C-2: whoever takes part, whoever owns which lane, whatever arrives first.
     #[test]
-    fn any_order_of_arrival_gives_the_sequential_sum(
-        seats in 1_u16..=5,
+    fn any_membership_and_any_order_of_arrival_give_the_sequential_sum(
+        lanes in 1_u16..=5,
+        seats in prop::collection::btree_set(0_u16..9, 1..5),
+        owners in prop::collection::vec(any::<prop::sample::Index>(), 5),
         elements in 0_usize..200,
         seed in any::<u64>(),
         twice in any::<bool>(),
         choices in prop::collection::vec(any::<usize>(), 400),
     ) {
-        let gradients = gradients(seats, elements, seed);
-        let scale = 1.0 / f32::from(seats);
+        let members: Vec<u16> = seats.into_iter().collect();
+        // Lanes 1, 3, 5 ...: those between have no row.
+        let lanes: Vec<(u16, u16)> =
+            (0..lanes).map(|lane| (2 * lane + 1, members[owners[usize::from(lane)].index(members.len())])).collect();
+        let gradients = gradients(lanes.len() as u16, elements, seed);
         let mut choices = choices.into_iter().cycle();
-        let results = play(&gradients, scale, twice, |n| choices.next().map_or(0, |choice| choice % n));
+        let results = play(&gradients, &members, &lanes, twice, |n| choices.next().map_or(0, |choice| choice % n));
         for result in results {
-            prop_assert_eq!(&result, &sequential(&gradients, scale));
+            prop_assert_eq!(&result, &sequential(&gradients, 1.0 / lanes.len() as f32));
         }
     }
 }
 
-/// C-1, exhaustively: all orders in which the contributions of five seats can reach an owner.
+/// C-1, exhaustively: all orders in which the contributions of five lanes can reach a member.
 #[test]
-fn all_arrival_orders_at_an_owner_agree() {
+fn all_arrival_orders_at_a_member_agree() {
     fn permutations(rest: Vec<u16>) -> Vec<Vec<u16>> {
         if rest.is_empty() {
             return vec![Vec::new()];
@@ -158,12 +186,15 @@ fn all_arrival_orders_at_an_owner_agree() {
     }
     let mut different_sums = std::collections::HashSet::new();
     for seats in 1..=5_u16 {
-        let gradients = gradients(seats, 16 * usize::from(seats), 9);
-        let expected = sequential(&gradients, 0.25);
+        let members: Vec<u16> = (0..seats).collect();
+        let lanes: Vec<(u16, u16)> = members.iter().map(|&seat| (seat, seat)).collect();
+        let elements = 16 * usize::from(seats);
+        let gradients = gradients(seats, elements, 9);
+        let expected = sequential(&gradients, 1.0 / f32::from(seats));
         for own in 0..seats {
-            let range = Segments::new(16 * usize::from(seats), seats).range(own);
-            for order in permutations((0..seats).collect()) {
-                let mut part = reduce(16 * usize::from(seats), seats, own, 0.25);
+            let range = Segments::new(elements, seats).range(own);
+            for order in permutations(members.clone()) {
+                let mut part = reduce(elements, &members, own, &lanes);
                 let mut naive = vec![0_f32; range.len()];
                 let mut outgoing = Vec::new();
                 for &seat in &order {
@@ -173,10 +204,11 @@ fn all_arrival_orders_at_an_owner_agree() {
                         .zip(&gradient[range.clone()])
                         .for_each(|(sum, value)| *sum += value);
                     if seat == own {
-                        outgoing.extend(part.start(gradient.clone()).expect("the first start"));
+                        outgoing.extend(part.contribute(own, gradient).expect("the first time"));
+                        outgoing.extend(part.start(vec![0.0; elements]).expect("the first start"));
                     } else {
                         let bytes = bytes_of_f32(gradient[range.clone()].to_vec());
-                        let answer = part.receive(seat, Phase::Contribution, own, bytes);
+                        let answer = part.receive(seat, Phase::Contribution { lane: seat }, own, bytes);
                         outgoing.extend(answer.expect("it belongs there"));
                     }
                 }
@@ -197,24 +229,28 @@ fn all_arrival_orders_at_an_owner_agree() {
 }
 
 #[test]
-fn a_single_seat_needs_no_messages() {
-    let mut part = reduce(3, 1, 0, 0.5);
+fn a_single_member_needs_no_messages() {
+    let mut part = reduce(3, &[4], 4, &[(0, 4), (1, 4)]);
     assert!(!part.is_done());
-    assert_eq!(part.start(vec![1.0, -0.0, 4.0]).expect("first"), Vec::new());
+    assert_eq!(part.contribute(1, &[1.0, -0.0, 4.0]).expect("first"), Vec::new());
+    assert_eq!(part.start(vec![0.0; 3]), Err(CollectiveError::Start));
+    assert_eq!(part.contribute(0, &[1.0, -0.0, 4.0]).expect("first"), Vec::new());
+    assert_eq!(part.start(vec![7.0; 3]).expect("first"), Vec::new());
     assert!(part.is_done());
     let result = part.finish().expect("done");
     assert_eq!(
         result.iter().map(|v| v.to_bits()).collect::<Vec<_>>(),
-        [0.5_f32, -0.0, 2.0].map(f32::to_bits)
+        [1.0_f32, -0.0, 4.0].map(f32::to_bits)
     );
 }
 
 #[test]
 fn the_vector_that_went_in_comes_out() {
-    let gradient = vec![1.0; 100];
-    let place = gradient.as_ptr();
-    let mut part = reduce(100, 1, 0, 1.0);
-    part.start(gradient).expect("first");
+    let result = vec![1.0; 100];
+    let place = result.as_ptr();
+    let mut part = reduce(100, &[0], 0, &[(0, 0)]);
+    part.contribute(0, &result).expect("first");
+    part.start(result).expect("first");
     let result = part.finish().expect("done");
     assert_eq!(result.as_ptr(), place);
 }
@@ -222,65 +258,84 @@ fn the_vector_that_went_in_comes_out() {
 /// C-3.
 #[test]
 fn what_is_sent_is_the_segments_of_others() {
-    let mut part = reduce(1000, 4, 1, 1.0);
-    let outgoing = part.start(vec![1.0; 1000]).expect("first");
+    let mut part = reduce(1000, &[0, 1, 2, 3], 1, &[(0, 0), (1, 1), (2, 2), (3, 3)]);
+    let outgoing = part.contribute(1, &[1.0; 1000]).expect("first");
     let bytes: usize = outgoing.iter().map(|out| out.bytes.len()).sum();
     assert_eq!(bytes, 4 * (1000 - Segments::new(1000, 4).range(1).len()));
-    assert_eq!(part.awaited(), [0, 2, 3]);
+}
+
+#[test]
+fn a_shape_that_contradicts_itself_is_refused() {
+    for (members, own, lanes) in [
+        (vec![0, 1], 2, vec![(0, 0)]),
+        (vec![0, 1], 0, vec![(0, 2)]),
+        (vec![1, 0], 0, vec![(0, 0)]),
+        (vec![0, 1], 0, vec![(1, 0), (0, 1)]),
+        (vec![0, 1], 0, vec![(1, 0), (1, 1)]),
+        (vec![0, 1], 0, vec![]),
+        (vec![], 0, vec![(0, 0)]),
+    ] {
+        let shape = ReduceShape {
+            elements: 64,
+            members,
+            own,
+            lanes,
+        };
+        assert!(matches!(
+            SeatOrderedReduce::new(shape),
+            Err(CollectiveError::Shape { .. })
+        ));
+    }
 }
 
 #[test]
 fn what_has_no_place_is_refused_and_changes_nothing() {
     let values = |n: usize| bytes_of_f32(vec![1.0; n]);
-    let mut part = reduce(64, 2, 0, 1.0);
-    assert!(matches!(
-        SeatOrderedReduce::new(ReduceShape {
-            elements: 64,
-            seats: 2,
-            own: 2,
-            scale: 1.0
-        }),
-        Err(CollectiveError::Shape { .. })
-    ));
+    let contribution = |lane| Phase::Contribution { lane };
+    let mut part = reduce(64, &[0, 5], 0, &[(0, 0), (1, 5)]);
     assert_eq!(
-        part.receive(1, Phase::Finished, 1, values(32)),
+        part.receive(5, Phase::Finished, 1, values(32)),
         Err(CollectiveError::Premature {
-            from: 1,
+            from: 5,
             segment: 1,
             own: 0
         })
     );
-    assert_eq!(
-        part.start(vec![0.0; 63]),
-        Err(CollectiveError::Gradient {
-            actual: 63,
-            wanted: 64
-        })
-    );
-    part.start(vec![1.0; 64]).expect("first");
-    assert_eq!(part.start(vec![1.0; 64]), Err(CollectiveError::Started));
-    for from in [0, 2, u16::MAX] {
-        let error = part.receive(from, Phase::Contribution, 0, values(32));
+    let short = CollectiveError::Gradient {
+        actual: 63,
+        wanted: 64,
+    };
+    assert_eq!(part.contribute(0, &[0.0; 63]), Err(short.clone()));
+    for lane in [1, 2, u16::MAX] {
         assert_eq!(
-            error,
-            Err(CollectiveError::From {
-                from,
-                own: 0,
-                seats: 2
-            })
+            part.contribute(lane, &[0.0; 64]),
+            Err(CollectiveError::Lane { own: 0, lane })
         );
     }
-    for (phase, segment) in [
-        (Phase::Contribution, 1),
-        (Phase::Contribution, u16::MAX),
-        (Phase::Finished, 0),
-        (Phase::Finished, 2),
+    assert_eq!(part.start(vec![1.0; 64]), Err(CollectiveError::Start));
+    part.contribute(0, &[1.0; 64]).expect("first");
+    assert_eq!(
+        part.contribute(0, &[1.0; 64]),
+        Err(CollectiveError::Lane { own: 0, lane: 0 })
+    );
+    assert_eq!(part.start(vec![0.0; 63]), Err(short));
+    part.start(vec![1.0; 64]).expect("first");
+    assert_eq!(part.start(vec![1.0; 64]), Err(CollectiveError::Start));
+    for (from, phase, segment) in [
+        (0, contribution(0), 0),
+        (1, contribution(1), 0),
+        (u16::MAX, contribution(1), 0),
+        (5, contribution(0), 0),
+        (5, contribution(2), 0),
+        (5, contribution(1), 1),
+        (5, contribution(1), u16::MAX),
+        (5, Phase::Finished, 0),
+        (5, Phase::Finished, 2),
     ] {
-        let error = part.receive(1, phase, segment, values(32));
         assert_eq!(
-            error,
+            part.receive(from, phase, segment, values(32)),
             Err(CollectiveError::Misrouted {
-                from: 1,
+                from,
                 segment,
                 phase,
                 own: 0
@@ -289,7 +344,7 @@ fn what_has_no_place_is_refused_and_changes_nothing() {
     }
     for n in [0, 31, 33] {
         let error = part
-            .receive(1, Phase::Contribution, 0, values(n))
+            .receive(5, contribution(1), 0, values(n))
             .expect_err("wrong length");
         assert!(
             matches!(
@@ -303,38 +358,38 @@ fn what_has_no_place_is_refused_and_changes_nothing() {
         );
     }
     assert!(
-        part.receive(1, Phase::Contribution, 0, Bytes::from(vec![0; 127]))
+        part.receive(5, contribution(1), 0, Bytes::from(vec![0; 127]))
             .is_err()
     );
     assert!(!part.is_done());
     assert_eq!(part.duplicates(), 0);
     assert_eq!(
-        part.receive(1, Phase::Contribution, 0, values(32))
+        part.receive(5, contribution(1), 0, values(32))
             .expect("right")
             .len(),
         1
     );
-    part.receive(1, Phase::Finished, 1, values(32)).expect("right");
+    part.receive(5, Phase::Finished, 1, values(32)).expect("right");
     assert!(part.is_done());
-    for (phase, segment) in [(Phase::Contribution, 0), (Phase::Finished, 1)] {
+    for (phase, segment) in [(contribution(1), 0), (Phase::Finished, 1)] {
         assert_eq!(
-            part.receive(1, phase, segment, values(32)),
+            part.receive(5, phase, segment, values(32)),
             Ok(Vec::new()),
             "late duplicates are ignored"
         );
     }
     assert_eq!(part.duplicates(), 2);
     let result = part.finish().expect("done");
-    assert_eq!(result[..32], [2.0; 32]);
+    assert_eq!(result[..32], [1.0; 32]);
     assert_eq!(result[32..], [1.0; 32]);
 }
 
 #[test]
 fn an_unfinished_reduction_gives_no_result_but_its_memory_back() {
-    let part = reduce(64, 2, 0, 1.0);
-    assert!(part.finish().is_err());
-    let mut part = reduce(64, 2, 0, 1.0);
+    let shape = |own| reduce(64, &[0, 1], own, &[(0, 0), (1, 1)]);
+    assert!(shape(0).finish().is_err());
+    let mut part = shape(0);
+    part.contribute(0, &[1.0; 64]).expect("first");
     part.start(vec![1.0; 64]).expect("first");
-    assert_eq!(part.awaited(), [1]);
-    assert_eq!(part.abandon().map(|gradient| gradient.len()), Some(64));
+    assert_eq!(part.abandon().map(|result| result.len()), Some(64));
 }

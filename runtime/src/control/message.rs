@@ -200,6 +200,8 @@ pub enum RankEvent {
     },
     /// A draft replica holds a state.
     DraftReady {
+        /// Number of the [`CoordinatorCommand::LoadDraft`] that this answers.
+        load: u32,
         /// Step of that state.
         step: Step,
         /// Digest of weights and moments.
@@ -214,7 +216,9 @@ pub enum RankEvent {
     Extracted {
         /// The row.
         row: RowId,
-        /// Who it was sent to.
+        /// The draft seat it was sent to.
+        seat: u16,
+        /// Which occupant of it.
         generation: Generation,
         /// Its tokens.
         tokens: u64,
@@ -223,7 +227,9 @@ pub enum RankEvent {
     NotSent {
         /// The row.
         row: RowId,
-        /// Who it was meant for.
+        /// The draft seat it was meant for.
+        seat: u16,
+        /// Which occupant of it.
         generation: Generation,
         /// What was seen.
         reason: String,
@@ -248,6 +254,8 @@ pub enum RankEvent {
         from: Seat,
         /// Its generation.
         generation: Generation,
+        /// The epoch that the link was made for; links of verifiers belong to none.
+        epoch: Epoch,
         /// What was seen.
         reason: String,
     },
@@ -313,6 +321,8 @@ pub enum CoordinatorCommand {
     LoadVerifier,
     /// Build the draft and take a state.
     LoadDraft {
+        /// Counts the loads of this incarnation.
+        load: u32,
         /// Verifier ids of the draft vocabulary, ascending.
         vocabulary: Vec<u32>,
         /// What hidden states must promise.

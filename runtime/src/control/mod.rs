@@ -13,7 +13,7 @@ pub mod transport;
 
 pub use codec::BincodeCodec;
 pub use message::{
-    Acceptance, Activity, Attach, Beat, CoordinatorCommand, DraftOrigin, Extraction, HeldOutRequest, LaneMetrics,
-    Member, PROTOCOL, RankEvent, StepMetrics,
+    Acceptance, Activity, Attach, Beat, CoordinatorCommand, DraftOrigin, Extraction, HeldOutRequest,
+    LaneMetrics, Member, PROTOCOL, RankEvent, StepMetrics,
 };
 pub use operator::{OperatorCall, OperatorReply, OperatorRequest, RankLine};

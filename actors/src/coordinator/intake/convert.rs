@@ -50,7 +50,7 @@ impl Converter {
             } else {
                 0
             },
-            held_out_room: samples.held_out_rows * room * config.draft_seats().len(),
+            held_out_room: samples.held_out_rows * room * usize::from(config.rows_per_step()),
             held_out_tokens: 0,
             prompts: Vec::new(),
             reserved: HashSet::new(),
@@ -142,7 +142,7 @@ impl Converter {
             Ok(masked) => {
                 let Some(sample) = masked.samples.first() else { return };
                 let prompt = prompt_of(sample);
-                // No more is kept than all draft seats together evaluate.
+                // No more is kept than all lanes together evaluate.
                 let need = prompt.len() + self.max_new_tokens;
                 if !prompt.is_empty() && self.held_out_tokens + need <= self.held_out_room {
                     self.held_out_tokens += need;

@@ -1,18 +1,23 @@
-//! What the fake cluster is made of, and the dice that decide what happens to it.
+//! Settings of a small cluster.
 
 use eaglet_runtime::contract::{Contract, HiddenDtype};
 use eaglet_runtime::digest::Digest;
+use eaglet_runtime::ids::Seat;
 
-use crate::engine::{Fall, LearningRate, RestartPolicy, Settings};
-
-pub(super) const DRAFTS: u16 = 3;
-pub(super) const VERIFIERS: u16 = 2;
-pub(super) const SAMPLES: u64 = 60;
+use crate::engine::{Fall, LearningRate, RestartPolicy, Settings, WhenExhausted};
 
 pub(super) fn settings() -> Settings {
+    let restarts = RestartPolicy {
+        max_restarts: u32::MAX,
+        window_ms: 60_000,
+        backoff_initial_ms: 10,
+        backoff_max_ms: 100,
+        then: WhenExhausted::Continue,
+    };
     Settings {
-        draft_seats: DRAFTS,
-        verifier_seats: VERIFIERS,
+        lanes: 3,
+        seats: (0..3).map(Seat::draft).chain([Seat::verifier(0)]).collect(),
+        open: false,
         contract: contract(),
         recipe: Digest::of(b"recipe"),
         tokens_per_row: 100,
@@ -34,16 +39,13 @@ pub(super) fn settings() -> Settings {
         load_timeout_ms: 60_000,
         step_timeout_ms: 60_000,
         leave_timeout_ms: 10_000,
-        restarts: RestartPolicy {
-            max_restarts: u32::MAX,
-            window_ms: 60_000,
-            backoff_initial_ms: 10,
-            backoff_max_ms: 100,
-        },
+        form_timeout_ms: 30_000,
+        verifier_restarts: restarts,
+        draft_restarts: restarts,
     }
 }
 
-pub(super) fn contract() -> Contract {
+fn contract() -> Contract {
     Contract {
         verifier: Digest::of(b"verifier"),
         aux_layers: vec![2, 3, 5],
@@ -51,26 +53,5 @@ pub(super) fn contract() -> Contract {
         dtype: HiddenDtype::Bf16,
         tokenizer: Digest::of(b"tokenizer"),
         template: Digest::of(b"template"),
-    }
-}
-
-/// SplitMix64: all the randomness of a schedule.
-pub(super) struct Dice(pub(super) u64);
-
-impl Dice {
-    fn roll(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    pub(super) fn below(&mut self, n: usize) -> usize {
-        (self.roll() % n.max(1) as u64) as usize
-    }
-
-    pub(super) fn one_in(&mut self, n: u64) -> bool {
-        n > 0 && self.roll().is_multiple_of(n)
     }
 }
