@@ -175,6 +175,18 @@ impl ClusterConfig {
         toml::from_str(text)
     }
 
+    /// Adds a rank that came to the live run. One that is there already, because `cluster.toml` names it or because it
+    /// came back, is left as it is.
+    pub fn add_rank(&mut self, seat: Seat, threads: usize) {
+        if self.rank(seat).is_none() {
+            self.ranks.push(RankConfig {
+                seat: seat.index,
+                threads,
+                ..RankConfig::new(seat.role)
+            });
+        }
+    }
+
     /// Rows of each step.
     pub fn rows_per_step(&self) -> u16 {
         self.training.rows_per_step.unwrap_or(1)

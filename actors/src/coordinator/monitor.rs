@@ -200,6 +200,7 @@ impl MonitorState {
         let snapshot = &mut self.snapshot;
         snapshot.phase = match view.phase {
             Phase::Preparing => "reading samples",
+            Phase::Training if view.waiting_for_samples => "waiting for samples",
             Phase::Training => "training",
             Phase::Closing { drained: false } => "closing",
             Phase::Closing { drained: true } => "draining",
@@ -334,6 +335,7 @@ fn rank_view(seat: &SeatView) -> RankView {
         restarts: seat.restarts,
         rss_bytes: seat.beat.map_or(0, |beat| beat.rss_bytes),
         beat_age_ms: seat.beat.map(|_| seat.silent_ms),
+        lanes: seat.lanes.clone(),
         detail: detail.to_owned(),
     }
 }

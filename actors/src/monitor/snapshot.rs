@@ -57,6 +57,9 @@ pub struct RankView {
     pub rss_bytes: u64,
     /// Time since its last beat, in ms; `None` before the first.
     pub beat_age_ms: Option<u64>,
+    /// Draft only: the lanes that it computes.
+    #[serde(default)]
+    pub lanes: Vec<u16>,
     /// A few words more, such as the row it works on.
     pub detail: String,
 }

@@ -90,6 +90,8 @@ pub struct RankLine {
     pub restarts: u32,
     /// Resident memory of the process, in bytes; 0 if unknown.
     pub rss_bytes: u64,
+    /// Draft only: the lanes that it computes.
+    pub lanes: Vec<u16>,
     /// Time since its last beat, in ms; `None` before the first.
     pub beat_age_ms: Option<u64>,
     /// A few words more.

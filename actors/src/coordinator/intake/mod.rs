@@ -28,10 +28,10 @@ use eaglet_runtime::row::Sample;
 use eaglet_runtime::samples::{ChatTokenizer, Row};
 use ractor::ActorRef;
 use tokio::runtime::Handle;
-use tokio::sync::oneshot;
 
 use self::reader::{Reader, Stop};
 use super::cluster::ClusterMessage;
+use super::operator::Reply;
 use crate::config::ClusterConfig;
 use crate::engine::{Event, Notice};
 use crate::journal::{SampleBook, SampleSource};
@@ -58,15 +58,24 @@ pub(super) enum IntakeRequest {
     /// Read these files, too.
     Add {
         files: Vec<PathBuf>,
-        reply: oneshot::Sender<OperatorReply>,
+        reply: Reply,
     },
     /// Read nothing more.
-    Close { reply: oneshot::Sender<OperatorReply> },
+    Close { reply: Reply },
     /// Try quarantined samples again; none stands for all.
     Retry {
         samples: Vec<SampleSeq>,
-        reply: oneshot::Sender<OperatorReply>,
+        reply: Reply,
     },
+}
+
+impl IntakeRequest {
+    /// Answers that it is not done.
+    pub(super) fn refuse(self, reason: &str) {
+        let (Self::Add { reply, .. } | Self::Close { reply } | Self::Retry { reply, .. }) = self;
+        // An operator who has gone away needs no answer.
+        let _ = reply.send(OperatorReply::Refused(reason.to_owned()));
+    }
 }
 
 /// Where all goes that was read. An error means that nobody takes it any more.

@@ -11,11 +11,10 @@ use eaglet_runtime::control::OperatorReply;
 use eaglet_runtime::samples::{
     ChatTokenizer, DraftVocabulary, Source, SourceError, SourceOptions, Tail, TokenCounts,
 };
-use tokio::sync::oneshot;
 
 use super::convert::Converter;
 use super::files::{KnownFile, Taken, files_in, has_rested};
-use super::{IntakeItem, IntakeRequest, Outlet, Verdict, name_of};
+use super::{IntakeItem, IntakeRequest, Outlet, Reply, Verdict, name_of};
 use crate::config::ClusterConfig;
 use crate::engine::{Event, Notice};
 use crate::journal::{SampleBook, SampleSource};
@@ -42,7 +41,7 @@ pub(super) enum Stop {
 enum Door {
     Open,
     /// What there is is read to its end; then these are answered.
-    Closing(Vec<oneshot::Sender<OperatorReply>>),
+    Closing(Vec<Reply>),
     Closed,
 }
 
