@@ -39,13 +39,11 @@ use eaglet_runtime::control::{Acceptance, RankEvent};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, RowId, SampleSeq, Seat, Step};
 use eaglet_runtime::samples::Location;
-pub use growth::QuarantinedSample;
 pub use ledger::LedgerCounts;
 pub use replay::ReplayError;
 pub use settings::{Fall, Growth, LearningRate, RestartPolicy, Settings, WhenExhausted};
 pub use view::{EngineView, SeatView};
 
-use self::growth::Quarantine;
 use self::ledger::Ledger;
 use self::plan::Plans;
 use self::router::Row;
@@ -90,8 +88,6 @@ struct SampleFact {
     /// Index of its file in `files`.
     file: u32,
     line: u64,
-    /// Which record of that line it is.
-    ordinal: u32,
 }
 
 /// The state machine of one run.
@@ -102,11 +98,12 @@ pub struct Engine {
     outcome: Option<Outcome>,
     ledger: Ledger,
     samples: BTreeMap<SampleSeq, SampleFact>,
-    /// Files that samples came from.
-    files: Vec<SampleFile>,
+    /// Names of the files that samples came from.
+    files: Vec<String>,
     /// Files that were added to the live run.
     added_sources: Vec<PathBuf>,
-    quarantined: BTreeMap<SampleSeq, Quarantine>,
+    /// Samples that are quarantined in some pass or all, each with its file and line.
+    quarantined: BTreeMap<SampleSeq, (u32, u64)>,
     /// Whether more samples may come after all are trained.
     open: bool,
     next_sample: SampleSeq,
@@ -151,14 +148,6 @@ struct CommittedStep {
     gradient: Digest,
     state: Digest,
     learning_rate: f64,
-}
-
-/// A file, and how far it was read.
-#[derive(Clone, Debug)]
-struct SampleFile {
-    name: String,
-    last_line: u64,
-    records_of_last_line: u32,
 }
 
 impl Engine {

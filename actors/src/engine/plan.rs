@@ -8,7 +8,7 @@ use eaglet_runtime::ids::{SampleSeq, Step, Unit};
 use eaglet_runtime::samples::{Location, plan_step};
 
 use super::ledger::UnitState;
-use super::{Engine, Phase, Quarantine, SampleFact};
+use super::{Engine, Phase, SampleFact};
 use crate::journal::{Record, SampleSource};
 
 /// Refused rows and answers that are told one by one.
@@ -49,7 +49,7 @@ impl Engine {
 
     pub(super) fn refuse_sample(&mut self, source: SampleSource, reason: String) {
         let sample = self.next_sample;
-        self.turn_away_sample(sample, &source, &reason);
+        self.turn_away_sample(sample, &source);
         let name = source
             .id
             .as_ref()
@@ -78,7 +78,7 @@ impl Engine {
         location: Location,
         tokens: u32,
     ) {
-        let (file, ordinal) = self.note_source(source);
+        let file = self.number_of(&source.file);
         self.samples.insert(
             sample,
             SampleFact {
@@ -86,7 +86,6 @@ impl Engine {
                 tokens,
                 file,
                 line: source.line,
-                ordinal,
             },
         );
         self.next_sample = sample.next();
@@ -104,18 +103,9 @@ impl Engine {
         self.ledger.counts().quarantined / u64::from(self.settings.passes.max(1))
     }
 
-    pub(super) fn turn_away_sample(&mut self, sample: SampleSeq, source: &SampleSource, reason: &str) {
-        let (file, ordinal) = self.note_source(source);
-        self.quarantined.insert(
-            sample,
-            Quarantine {
-                file,
-                line: source.line,
-                ordinal,
-                refused: true,
-                reason: reason.to_owned(),
-            },
-        );
+    pub(super) fn turn_away_sample(&mut self, sample: SampleSeq, source: &SampleSource) {
+        let file = self.number_of(&source.file);
+        self.quarantined.insert(sample, (file, source.line));
         self.next_sample = sample.next();
         for pass in 0..self.settings.passes {
             // As above: the unit is new.

@@ -95,11 +95,7 @@ impl Engine {
                 }
                 self.admit_sample(*sample, source, *location, *tokens);
             }
-            Record::Refused {
-                sample,
-                source,
-                reason,
-            } => self.turn_away_sample(*sample, source, reason),
+            Record::Refused { sample, source, .. } => self.turn_away_sample(*sample, source),
             Record::Prepared {
                 vocabulary,
                 held_out,
@@ -125,7 +121,7 @@ impl Engine {
                 }
                 self.adopt_plan(*step, rows.clone());
             }
-            Record::Quarantined { step, unit, reason } => self.quarantine(*step, *unit, reason),
+            Record::Quarantined { step, unit, .. } => self.quarantine(*step, *unit),
             Record::Committed {
                 step,
                 gradient,

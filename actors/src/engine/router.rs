@@ -5,7 +5,7 @@ use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Step, Unit};
 
 use super::ledger::UnitState;
 use super::seats::Status;
-use super::{Command, Engine, Phase, Quarantine};
+use super::{Command, Engine, Phase};
 use crate::journal::Record;
 
 /// Rows a verifier may hold at once: one in work, one behind it so that it never waits for the coordinator.
@@ -291,7 +291,7 @@ impl Engine {
         }
         self.move_units(step, lane, UnitState::Pending);
         self.place_row(row, RowState::Waiting);
-        self.quarantine(step, unit, reason);
+        self.quarantine(step, unit);
         let place = self
             .samples
             .get(&unit.sample)
@@ -312,16 +312,9 @@ impl Engine {
     }
 
     /// Takes a unit out of its row for good.
-    pub(super) fn quarantine(&mut self, step: Step, unit: Unit, reason: &str) {
+    pub(super) fn quarantine(&mut self, step: Step, unit: Unit) {
         if let Some(fact) = self.samples.get(&unit.sample) {
-            let quarantine = Quarantine {
-                file: fact.file,
-                line: fact.line,
-                ordinal: fact.ordinal,
-                refused: false,
-                reason: reason.to_owned(),
-            };
-            self.quarantined.insert(unit.sample, quarantine);
+            self.quarantined.insert(unit.sample, (fact.file, fact.line));
         }
         for row in self.plans.steps.get_mut(&step).into_iter().flatten() {
             row.retain(|other| *other != unit);

@@ -1,5 +1,6 @@
 //! Single rules of the engine; whole schedules against it are simulated in `tests/src/sim`.
 
+mod lanes;
 mod setup;
 
 use eaglet_runtime::control::RankEvent;
