@@ -20,7 +20,7 @@ use rustix::process::Signal;
 const SETS: &[&str] = &[
     "training.steps=12",
     "training.passes=1",
-    "training.tokens_per_row=64",
+    "training.tokens_per_row=128",
     "training.ttt_steps=2",
     "training.evaluate_every_steps=0",
     "draft.intermediate_size=64",
