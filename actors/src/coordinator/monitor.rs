@@ -224,6 +224,7 @@ impl MonitorState {
         let snapshot = &mut self.snapshot;
         snapshot.phase = match view.phase {
             Phase::Preparing => "reading samples",
+            Phase::Training if view.waiting_for_samples => "waiting for samples",
             Phase::Training => "training",
             Phase::Closing { drained: false } => "closing",
             Phase::Closing { drained: true } => "draining",
@@ -343,7 +344,8 @@ fn rank_view(seat: &SeatView) -> RankView {
         "restarting" => RankState::Restarting,
         "starting" => RankState::Starting,
         "loading" => RankState::Loading,
-        "gone" => RankState::Dead,
+        "gone" => RankState::Gone,
+        "leaving" => RankState::Leaving,
         _ => match activity {
             Activity::Loading => RankState::Loading,
             Activity::Extracting | Activity::Generating => RankState::Extracting,
@@ -351,7 +353,9 @@ fn rank_view(seat: &SeatView) -> RankView {
             Activity::Idle | Activity::Donating | Activity::Saving | Activity::Evaluating => RankState::Idle,
         },
     };
+    let lanes = format!("{} rows a step", seat.lanes.len());
     let detail = match activity {
+        Activity::Computing if seat.lanes.len() != 1 => &lanes,
         Activity::Idle | Activity::Loading | Activity::Extracting | Activity::Computing => "",
         Activity::Generating => "answering held-out prompts",
         Activity::Reducing => "summing gradients",
@@ -366,6 +370,7 @@ fn rank_view(seat: &SeatView) -> RankView {
         pid: (seat.pid != 0).then_some(seat.pid),
         state,
         restarts: seat.restarts,
+        lanes: seat.lanes.clone(),
         rss_bytes: seat.beat.map_or(0, |beat| beat.rss_bytes),
         beat_age_ms: seat.beat.map(|_| seat.silent_ms),
         detail: detail.to_owned(),

@@ -366,10 +366,10 @@ impl Engine {
             RankEvent::Checkpointed { step, folder } => self.checkpointed(seat, step, folder),
             RankEvent::Evaluated { step, acceptance } => self.seat_evaluated(seat, step, &acceptance),
             RankEvent::Fault { reason, permanent } => {
-                self.seats.fault(seat, reason.clone());
                 if permanent {
-                    self.fail(format!("{seat}: {reason}"));
+                    self.condemn(seat, reason);
                 } else {
+                    self.seats.fault(seat, reason.clone());
                     self.kill(seat, &reason);
                 }
             }

@@ -1,6 +1,6 @@
 //! Which row goes to which verifier, and where its hidden states lie.
 
-use eaglet_runtime::control::{CoordinatorCommand, HeldOutRequest};
+use eaglet_runtime::control::{Activity, CoordinatorCommand, HeldOutRequest};
 use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Step, Unit};
 
 use super::ledger::UnitState;
@@ -13,6 +13,9 @@ const LEASES_PER_VERIFIER: usize = 2;
 
 /// The end of a process is known well before this.
 const BROKEN_LINK_PATIENCE_MS: u64 = 300;
+
+/// A verifier that works gets this many times the limit before its row is given to another one.
+const PATIENCE_WITH_WORK: u64 = 4;
 
 /// An occupant of a draft seat.
 type Occupant = (u16, Generation);
@@ -371,7 +374,16 @@ impl Engine {
             .rows
             .iter()
             .filter(|(_, row)| now_ms > row.since_ms + limit_ms)
-            .filter(|(_, row)| matches!(row.state, RowState::Leased { .. } | RowState::Sent { .. }))
+            .filter(|(_, row)| match row.state {
+                RowState::Waiting | RowState::Held { .. } => false,
+                RowState::Sent { .. } => true,
+                // Whoever works may just be slow; but one message that is lost must not wait for ever.
+                RowState::Leased { verifier, .. } => {
+                    let beat = self.seats.get(Seat::verifier(verifier)).beat;
+                    let idle = beat.is_none_or(|beat| beat.activity == Activity::Idle);
+                    idle || now_ms > row.since_ms + PATIENCE_WITH_WORK * limit_ms
+                }
+            })
             .map(|(&id, row)| (id, row.state))
             .collect();
         for (row, state) in overdue {

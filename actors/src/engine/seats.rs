@@ -42,6 +42,8 @@ pub(super) struct SeatState {
     pub(super) restarts_total: u32,
     /// What a rank said was wrong with it, before its process ended.
     pub(super) fault: Option<String>,
+    /// What is wrong would be wrong again after a restart.
+    pub(super) condemned: bool,
     /// Draft only: the state it holds.
     pub(super) state: Option<(Step, Digest)>,
     /// Draft only: since when a commit is on its way to it.
@@ -77,6 +79,7 @@ impl SeatState {
             restarts: VecDeque::new(),
             restarts_total: 0,
             fault: None,
+            condemned: false,
             state: None,
             applying_since_ms: None,
             loads: 0,
@@ -115,6 +118,7 @@ impl SeatState {
         self.beat = None;
         self.pid = 0;
         self.fault = None;
+        self.condemned = false;
         self.state = None;
         self.applying_since_ms = None;
         self.loads = 0;
@@ -270,10 +274,13 @@ impl Engine {
 
     pub(super) fn verifier_ready(&mut self, seat: Seat, contract: &eaglet_runtime::contract::Contract) {
         if let Some(difference) = self.settings.contract.difference(contract) {
-            self.fail(format!(
-                "{seat} would hand out other hidden states than this run is made for: {difference}; \
-                 start a new run directory for another verifier"
-            ));
+            self.condemn(
+                seat,
+                format!(
+                    "it would hand out other hidden states than this run is made for: {difference}; start a new run \
+                     directory for another verifier"
+                ),
+            );
             return;
         }
         let now_ms = self.now_ms;
@@ -300,7 +307,7 @@ impl Engine {
             None => cause.to_owned(),
         };
         let excused = std::mem::take(&mut state.excused);
-        let removed = state.removed;
+        let (removed, condemned) = (state.removed, state.condemned);
         self.release_rows(seat, generation);
         let policy = self.settings.restarts(seat.role);
         let now_ms = self.now_ms;
@@ -327,8 +334,27 @@ impl Engine {
         if removed {
             state.status = Status::Empty;
             self.notice(format!("{seat} is gone as asked"));
+        } else if condemned {
+            // The rank itself has said what is wrong.
+            self.give_up(seat, &format!("{seat}: {cause}"), "");
         } else if exhausted {
-            self.give_up(seat, &cause, log_tail);
+            let first = self
+                .seats
+                .get(seat)
+                .first_cause
+                .clone()
+                .unwrap_or_else(|| cause.clone());
+            let last = if first == cause {
+                String::new()
+            } else {
+                format!("; last cause: {cause}")
+            };
+            let story = format!(
+                "{seat} was lost {} times in {} s and is not started again; first cause: {first}{last}",
+                recent + 1,
+                policy.window_ms / 1000,
+            );
+            self.give_up(seat, &story, log_tail);
         } else {
             let wait = if backoff_ms > 0 {
                 format!(" in {backoff_ms} ms")
@@ -344,34 +370,30 @@ impl Engine {
         }
     }
 
-    /// A seat was lost too often.
-    fn give_up(&mut self, seat: Seat, cause: &str, log_tail: &str) {
-        let policy = self.settings.restarts(seat.role);
+    /// A rank that a restart cannot help.
+    pub(super) fn condemn(&mut self, seat: Seat, reason: String) {
+        self.kill(seat, &reason);
         let state = self.seats.get_mut(seat);
-        state.status = Status::Empty;
-        let first = state.first_cause.clone().unwrap_or_else(|| cause.to_owned());
-        let last = if first == cause {
-            String::new()
-        } else {
-            format!("; last cause: {cause}")
-        };
+        state.condemned = true;
+        state.fault.get_or_insert(reason);
+    }
+
+    /// A seat stays empty from now on: the others go on, if they may and there are any.
+    fn give_up(&mut self, seat: Seat, story: &str, log_tail: &str) {
+        self.seats.get_mut(seat).status = Status::Empty;
         let words = if log_tail.is_empty() {
             String::new()
         } else {
             format!("\nits last words:\n{log_tail}")
         };
-        let story = format!(
-            "{seat} was lost {} times in {} s and is not started again; first cause: {first}{last}",
-            policy.max_restarts + 1,
-            policy.window_ms / 1000,
-        );
         let left = self.seats.active(seat.role).count();
-        if policy.then == WhenExhausted::Stop || left == 0 {
+        if self.settings.restarts(seat.role).then == WhenExhausted::Stop || left == 0 {
             self.fail(format!("{story}{words}"));
         } else {
+            let ranks = if left == 1 { "rank" } else { "ranks" };
             self.warn(format!(
-                "{story}; the run goes on with {left} {} of its role, and `eaglet ranks restart {seat}` tries it again{words}",
-                if left == 1 { "rank" } else { "ranks" },
+                "{story}; the run goes on with {left} {} {ranks}, and `eaglet ranks restart {seat}` tries it again{words}",
+                seat.role
             ));
         }
     }
