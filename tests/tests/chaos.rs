@@ -28,8 +28,10 @@ const SETS: &[&str] = &[
     "samples.held_out=[]",
     "verifier_restarts.max=100",
     "verifier_restarts.backoff_initial_ms=1",
+    "verifier_restarts.backoff_max_ms=1",
     "draft_restarts.max=100",
     "draft_restarts.backoff_initial_ms=1",
+    "draft_restarts.backoff_max_ms=1",
 ];
 /// Only a fault is a loss, however busy the machine is.
 const PATIENT: &[&str] = &[
