@@ -20,7 +20,7 @@ use rustix::process::Signal;
 const SETS: &[&str] = &[
     "training.steps=12",
     "training.passes=1",
-    "training.tokens_per_row=64",
+    "training.tokens_per_row=128",
     "training.ttt_steps=2",
     "training.evaluate_every_steps=0",
     "draft.intermediate_size=64",
@@ -28,8 +28,10 @@ const SETS: &[&str] = &[
     "samples.held_out=[]",
     "verifier_restarts.max=100",
     "verifier_restarts.backoff_initial_ms=1",
+    "verifier_restarts.backoff_max_ms=1",
     "draft_restarts.max=100",
     "draft_restarts.backoff_initial_ms=1",
+    "draft_restarts.backoff_max_ms=1",
 ];
 /// Only a fault is a loss, however busy the machine is.
 const PATIENT: &[&str] = &[

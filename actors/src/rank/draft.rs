@@ -201,15 +201,16 @@ impl DraftWorker {
         // Rows of lanes that are somebody else's now are extracted again for their new owner.
         self.rows
             .retain(|row, _| owners.get(usize::from(row.lane())) == Some(&seat));
-        let group = Group::connect(
-            self.context.seat,
-            self.context.generation,
-            epoch,
-            &members,
-            owners,
-        )
-        .map_err(RankFault::passing)?;
-        self.group = Some(group);
+        let (seat, generation) = (self.context.seat, self.context.generation);
+        match Group::connect(seat, generation, epoch, &members, owners) {
+            Ok(group) => self.group = Some(group),
+            Err(unreached) if unreached.is_of_peer() => {
+                // Most often it has just died: no reason to lose this replica too.
+                self.closed(unreached.peer, epoch, unreached.to_string());
+                return Ok(());
+            }
+            Err(unreached) => return Err(RankFault::passing(unreached)),
+        }
         self.context.say(RankEvent::GroupReady { epoch });
         faults::reach(Point::Formed, None)?;
         Ok(())

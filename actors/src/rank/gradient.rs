@@ -35,12 +35,21 @@ impl Group {
         epoch: Epoch,
         members: &[Member],
         owners: Vec<u16>,
-    ) -> Result<Self, LinkError> {
+    ) -> Result<Self, Unreached> {
         let links = members
             .iter()
             .filter(|member| member.seat != seat.index)
-            .map(|member| Ok((member.seat, dial(seat, generation, epoch, member)?)))
-            .collect::<Result<_, LinkError>>()?;
+            .map(|member| match dial(seat, generation, epoch, member) {
+                Ok(link) => Ok((member.seat, link)),
+                Err(error) => Err(Unreached {
+                    peer: Endpoint {
+                        seat: Seat::draft(member.seat),
+                        generation: member.generation,
+                    },
+                    error,
+                }),
+            })
+            .collect::<Result<_, Unreached>>()?;
         Ok(Self {
             seat,
             epoch,
@@ -99,6 +108,27 @@ impl Group {
             }
         }
         Ok(())
+    }
+}
+
+/// A member that no link could be made to.
+#[derive(Debug, thiserror::Error)]
+#[error("{peer} cannot be reached: {error}")]
+pub(super) struct Unreached {
+    pub(super) peer: Endpoint,
+    pub(super) error: LinkError,
+}
+
+impl Unreached {
+    /// Whether this is the doing of the other side, which may be dead or dying.
+    pub(super) fn is_of_peer(&self) -> bool {
+        matches!(
+            self.error,
+            LinkError::NoListener { .. }
+                | LinkError::PeerLost { .. }
+                | LinkError::Refused { .. }
+                | LinkError::Silent { .. }
+        )
     }
 }
 

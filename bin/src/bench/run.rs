@@ -87,11 +87,6 @@ impl Run {
         self.folder.join("stderr")
     }
 
-    /// Process of the coordinator.
-    pub(super) fn coordinator(&self) -> Option<u32> {
-        self.child.as_ref().map(Child::id)
-    }
-
     /// Process of a seat's present occupant, and which occupant it is.
     ///
     /// # Errors
