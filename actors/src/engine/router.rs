@@ -141,7 +141,8 @@ impl Engine {
                 destination: to,
             },
         );
-        self.seats.get_mut(verifier).leases.insert(row);
+        let now_ms = self.now_ms;
+        self.seats.get_mut(verifier).leases.insert(row, now_ms);
         match row {
             RowId::Train { step, lane } => {
                 self.move_units(step, lane, UnitState::Leased);
@@ -367,22 +368,21 @@ impl Engine {
     pub(super) fn expire_rows(&mut self) {
         let limit_ms = self.settings.step_timeout_ms;
         let now_ms = self.now_ms;
-        let overdue: Vec<(RowId, RowState)> = self
+        let overdue: Vec<RowId> = self
             .rows
             .iter()
             .filter(|(_, row)| now_ms > row.since_ms + limit_ms)
             .filter(|(_, row)| matches!(row.state, RowState::Leased { .. } | RowState::Sent { .. }))
-            .map(|(&id, row)| (id, row.state))
+            .map(|(&id, _)| id)
             .collect();
-        for (row, state) in overdue {
+        for row in overdue {
             self.warn(format!(
                 "the {row} did not arrive within {limit_ms} ms; it is extracted again"
             ));
-            if let RowState::Leased { verifier, .. } = state {
-                self.seats.get_mut(Seat::verifier(verifier)).leases.remove(&row);
-            }
             self.give_back(|other, _| other == row);
         }
+        // An answer may be lost after its row was given back for another reason.
+        self.seats.expire_leases(now_ms, limit_ms);
     }
 
     /// Forms the group again if a link between two replicas broke and both are still alive a while later.

@@ -1,6 +1,6 @@
 //! Who sits where, since when, and what was last heard of them.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
 use eaglet_runtime::control::{Activity, Beat, CoordinatorCommand, Member};
 use eaglet_runtime::digest::Digest;
@@ -60,8 +60,8 @@ pub(super) struct SeatState {
     pub(super) first_cause: Option<String>,
     /// Draft only: the epoch it has joined.
     pub(super) joined: Option<Epoch>,
-    /// Verifier only: rows it was given and has not answered for.
-    pub(super) leases: BTreeSet<RowId>,
+    /// Verifier only: rows it was given and has not answered for, and since when.
+    pub(super) leases: BTreeMap<RowId, u64>,
 }
 
 impl SeatState {
@@ -86,7 +86,7 @@ impl SeatState {
             excused: false,
             first_cause: None,
             joined: None,
-            leases: BTreeSet::new(),
+            leases: BTreeMap::new(),
         }
     }
 
@@ -213,6 +213,13 @@ impl Seats {
         let state = self.get_mut(seat);
         state.last_heard_ms = now_ms;
         state.beat = Some(beat);
+    }
+
+    /// Verifiers whose answers were not heard within the limit, whatever has become of the rows, have room again.
+    pub(super) fn expire_leases(&mut self, now_ms: u64, limit_ms: u64) {
+        for state in self.seats.values_mut() {
+            state.leases.retain(|_, since_ms| now_ms <= *since_ms + limit_ms);
+        }
     }
 
     pub(super) fn fault(&mut self, seat: Seat, reason: String) {
