@@ -1,5 +1,7 @@
 //! Harness of the whole-cluster tests: real processes of the real binary, in run directories of their own.
 
+pub mod sim;
+
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
