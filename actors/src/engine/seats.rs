@@ -316,8 +316,8 @@ impl Engine {
             return;
         }
         let cause = match state.fault.take() {
-            Some(fault) => format!("{fault} ({cause})"),
-            None => cause.to_owned(),
+            Some(fault) if !cause.starts_with(&fault) => format!("{fault} ({cause})"),
+            _ => cause.to_owned(),
         };
         let excused = std::mem::take(&mut state.excused);
         let (removed, condemned) = (state.removed, state.condemned);
@@ -343,6 +343,15 @@ impl Engine {
             state.first_cause.get_or_insert_with(|| cause.clone());
         }
         state.restarts_total += 1;
+        if !removed && !excused {
+            let cause = cause.clone();
+            self.commands.push(Command::Lost {
+                seat,
+                generation,
+                cause,
+            });
+        }
+        let state = self.seats.get_mut(seat);
         state.vacate(now_ms + backoff_ms, now_ms);
         if removed {
             state.status = Status::Empty;

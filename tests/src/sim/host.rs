@@ -300,6 +300,7 @@ impl World {
             }
             Command::Finish(outcome) => self.finish(&outcome)?,
             Command::Notice(_)
+            | Command::Lost { .. }
             | Command::Committed(_)
             | Command::Evaluated { .. }
             | Command::SeatAdded { .. }
