@@ -118,6 +118,11 @@ pub struct Line {
 /// Prints a table past the test harness, which hides what a passing test prints.
 pub fn print(title: &str, lines: &[Line]) {
     let number = |ms: Option<u64>| ms.map_or_else(|| "-".to_owned(), |ms| ms.to_string());
+    if lines.is_empty() {
+        // As below.
+        let _ = writeln!(std::io::stdout().lock(), "{title}");
+        return;
+    }
     let mut text = format!(
         "\n{title}\n{:<8} {:<14} {:<16} {:>9} {:>10}\n",
         "fault", "who", "phase", "detect ms", "recover ms"
@@ -166,7 +171,7 @@ impl<'a> Entry<'a> {
             "exit" => "exited with code 3",
             "error" => "EAGLET_FAULTS asks for",
             "stop" => "no sign of life for",
-            "hang" => " for ",
+            "hang" => " ms",
             _ => return None,
         })
     }

@@ -1,6 +1,7 @@
 //! Harness of the whole-cluster tests: real processes of the real binary, in run directories of their own.
 
 pub mod drill;
+pub mod sim;
 pub mod traces;
 
 use std::collections::BTreeMap;

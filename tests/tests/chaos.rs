@@ -168,6 +168,15 @@ fn ranks_stopped_for_good_in_every_phase() {
     all_phases("stop", PROMPT);
 }
 
+/// Waits for a rank that is stopped.
+fn stopped(cluster: &mut Cluster) -> u32 {
+    cluster.wait("a stopped rank", |cluster| {
+        processes_of(cluster.directory())
+            .into_iter()
+            .find(|&pid| is_stopped(pid))
+    })
+}
+
 /// A stop that ends in time costs nothing but the time.
 #[test]
 fn ranks_stopped_for_a_while_are_not_lost() {
@@ -185,17 +194,10 @@ fn ranks_stopped_for_a_while_are_not_lost() {
         &faults.join(";"),
         Effect::Delay,
         |cluster| {
-            let logs = cluster.directory().join("logs");
-            for nth in 1..=faults.len() {
-                let pid = cluster.wait("a stopped rank", |cluster| {
-                    let stopped = processes_of(cluster.directory())
-                        .into_iter()
-                        .find(|&pid| is_stopped(pid));
-                    assert!(logs.exists());
-                    stopped
-                });
-                assert!(nth <= faults.len());
+            for _ in &faults {
+                let pid = stopped(cluster);
                 send(pid, Signal::CONT);
+                cluster.wait("rank that goes on", |_| (!is_stopped(pid)).then_some(()));
             }
         },
     );
@@ -277,11 +279,7 @@ fn what_an_older_epoch_says_is_dropped() {
     let directory = quiet().beside("old-epoch");
     let mut cluster = Cluster::launch_with_faults(&directory, &sets(PATIENT), faults);
     let tokens = BTreeSet::from([token(&mut cluster)]);
-    let stopped = cluster.wait("a stopped rank", |cluster| {
-        processes_of(cluster.directory())
-            .into_iter()
-            .find(|&pid| is_stopped(pid))
-    });
+    let pid = stopped(&mut cluster);
     let names = sockets(&tokens);
     let name = names
         .iter()
@@ -325,7 +323,7 @@ fn what_an_older_epoch_says_is_dropped() {
     }
     assert_eq!(link.drain(PATIENCE), Ok(true), "it was taken in");
     link.close();
-    send(stopped, Signal::CONT);
+    send(pid, Signal::CONT);
     let finished = cluster.finish();
     completed(&finished);
     assert_eq!(losses(&directory).len(), 1, "{finished:#?}");
@@ -347,9 +345,6 @@ fn a_coordinator_killed_in_a_step_goes_on() {
         let mut tokens = BTreeSet::from([token(&mut cluster)]);
         let finished = cluster.finish();
         assert!(!finished.status.success(), "{finished:#?}");
-        while !processes_of(&directory).is_empty() {
-            std::thread::yield_now();
-        }
         nothing_is_left(&directory, &tokens);
         let struck = drill::strikes(&directory);
         assert_eq!(struck.len(), 1, "{struck:?}");
@@ -461,13 +456,9 @@ fn a_full_disk_ends_the_run_with_one_line_and_room_lets_it_go_on() {
         let directory = disk.folder().join(name);
         let mut cluster = Cluster::launch_with_faults(&directory, &sets(PATIENT), fault);
         let mut tokens = BTreeSet::from([token(&mut cluster)]);
-        let stopped = cluster.wait("a stopped rank", |cluster| {
-            processes_of(cluster.directory())
-                .into_iter()
-                .find(|&pid| is_stopped(pid))
-        });
+        let pid = stopped(&mut cluster);
         disk.fill();
-        send(stopped, Signal::CONT);
+        send(pid, Signal::CONT);
         let finished = cluster.finish();
         assert_eq!(finished.status.code(), Some(1), "{finished:#?}");
         assert_eq!(finished.errors.lines().count(), 1, "{finished:#?}");

@@ -25,8 +25,6 @@ use crate::faults::{self, Point};
 use crate::journal::{Journal, Record};
 
 const TICK: Duration = Duration::from_millis(100);
-/// The cause of a rank's end if that was in good order.
-const LEFT: &str = "it left";
 
 /// The actor.
 pub(super) struct Cluster;
@@ -194,11 +192,10 @@ impl Actor for Cluster {
     ) -> Result<(), ActorProcessingErr> {
         let (id, cause) = match event {
             SupervisionEvent::ActorFailed(cell, error) => (cell.get_id(), error.to_string()),
-            SupervisionEvent::ActorTerminated(cell, ..) => (cell.get_id(), LEFT.to_owned()),
+            SupervisionEvent::ActorTerminated(cell, ..) => (cell.get_id(), "it left".to_owned()),
             _ => return Ok(()),
         };
         if let Some((seat, generation)) = state.proxies.remove(&id) {
-            state.note_loss(seat, generation, &cause);
             state.arguments.registry.proxies().remove(&(seat, generation));
             let log_tail = state.arguments.host.last_words(seat);
             state
@@ -379,6 +376,16 @@ impl ClusterState {
                     }
                 }
                 Command::Notice(notice) => self.tell_people(notice),
+                Command::Lost {
+                    seat,
+                    generation,
+                    cause,
+                } => self.show(MonitorMessage::Lost {
+                    seat,
+                    generation,
+                    cause,
+                    unix_ms: faults::unix_ms(),
+                }),
                 Command::Committed(report) => {
                     let unix_ms = faults::unix_ms();
                     self.show(MonitorMessage::Committed { report, unix_ms });
@@ -390,18 +397,6 @@ impl ClusterState {
                 Command::Answer { ticket, answer } => self.tickets.answer(ticket, answer),
                 Command::Finish(outcome) => self.finish(outcome),
             }
-        }
-    }
-
-    /// Tells the metrics of a rank that ended without being told to.
-    fn note_loss(&self, seat: Seat, generation: Generation, cause: &str) {
-        if cause != LEFT && !matches!(self.arguments.engine.phase(), Phase::Leaving | Phase::Finished) {
-            self.show(MonitorMessage::Lost {
-                seat,
-                generation,
-                cause: cause.to_owned(),
-                unix_ms: faults::unix_ms(),
-            });
         }
     }
 
@@ -443,7 +438,6 @@ impl ClusterState {
             Err(error) => {
                 self.arguments.registry.proxies().remove(&(seat, generation));
                 let cause = format!("its process cannot be started: {error}");
-                self.note_loss(seat, generation, &cause);
                 let event = Event::Lost {
                     seat,
                     generation,

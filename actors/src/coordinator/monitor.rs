@@ -336,6 +336,8 @@ impl MonitorState {
             .and_then(|bytes| std::fs::write(&beside, bytes))
             .and_then(|()| std::fs::rename(&beside, &self.status));
         if let Err(error) = written {
+            // On a full disk there is half of it; if it cannot be removed either, the next one replaces it.
+            let _ = std::fs::remove_file(&beside);
             tracing::debug!(%error, "status.json cannot be written");
         }
     }

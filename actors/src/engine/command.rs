@@ -187,6 +187,15 @@ pub enum Command {
     },
     /// Tell the user.
     Notice(Notice),
+    /// A rank is gone that nobody has asked to go.
+    Lost {
+        /// Its seat.
+        seat: Seat,
+        /// Its generation.
+        generation: Generation,
+        /// Why, in one line.
+        cause: String,
+    },
     /// A step was committed.
     Committed(StepReport),
     /// Acceptance was measured.

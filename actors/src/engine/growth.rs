@@ -12,8 +12,8 @@ use super::{Engine, Growth, Phase, SampleFact, StoredSample};
 use crate::journal::Record;
 
 impl Engine {
-    /// Whether more samples may come after all are trained.
-    pub(super) fn is_open(&self) -> bool {
+    /// Whether the run waits for more samples when all are trained.
+    pub fn is_open(&self) -> bool {
         self.open
             && self
                 .settings
@@ -110,6 +110,11 @@ impl Engine {
             }
         }
         true
+    }
+
+    /// Files that were added to the live run, in order.
+    pub fn added_sources(&self) -> &[PathBuf] {
+        &self.added_sources
     }
 
     pub(super) fn file_name(&self, file: u32) -> &str {

@@ -191,6 +191,8 @@ impl Engine {
             recipe: self.settings.recipe,
         };
         self.append(record, true);
+        // Samples may have come so late in the last launch that nobody counted them; perhaps nobody reads files any more.
+        self.grow();
         std::mem::take(&mut self.commands)
     }
 

@@ -1,6 +1,6 @@
 //! Which row goes to which verifier, and where its hidden states lie.
 
-use eaglet_runtime::control::{Activity, CoordinatorCommand, HeldOutRequest};
+use eaglet_runtime::control::{CoordinatorCommand, HeldOutRequest};
 use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Step, Unit};
 
 use super::ledger::UnitState;
@@ -144,7 +144,8 @@ impl Engine {
                 destination: to,
             },
         );
-        self.seats.get_mut(verifier).leases.insert(row);
+        let now_ms = self.now_ms;
+        self.seats.get_mut(verifier).leases.insert(row, now_ms);
         match row {
             RowId::Train { step, lane } => {
                 self.move_units(step, lane, UnitState::Leased);
@@ -363,7 +364,7 @@ impl Engine {
     pub(super) fn expire_rows(&mut self) {
         let limit_ms = self.settings.step_timeout_ms;
         let now_ms = self.now_ms;
-        let overdue: Vec<(RowId, RowState)> = self
+        let overdue: Vec<RowId> = self
             .rows
             .iter()
             .filter(|(_, row)| now_ms > row.since_ms + limit_ms)
@@ -372,22 +373,21 @@ impl Engine {
                 RowState::Sent { .. } => true,
                 // Whoever works may just be slow; but one message that is lost must not wait for ever.
                 RowState::Leased { verifier, .. } => {
-                    let beat = self.seats.get(Seat::verifier(verifier)).beat;
-                    let idle = beat.is_none_or(|beat| beat.activity == Activity::Idle);
-                    idle || now_ms > row.since_ms + PATIENCE_WITH_WORK * limit_ms
+                    !self.seats.get(Seat::verifier(verifier)).is_busy()
+                        || now_ms > row.since_ms + PATIENCE_WITH_WORK * limit_ms
                 }
             })
-            .map(|(&id, row)| (id, row.state))
+            .map(|(&id, _)| id)
             .collect();
-        for (row, state) in overdue {
+        for row in overdue {
             self.warn(format!(
                 "the {row} did not arrive within {limit_ms} ms; it is extracted again"
             ));
-            if let RowState::Leased { verifier, .. } = state {
-                self.seats.get_mut(Seat::verifier(verifier)).leases.remove(&row);
-            }
             self.give_back(|other, _| other == row);
         }
+        // An answer may be lost after its row was given back for another reason.
+        self.seats
+            .expire_leases(now_ms, limit_ms, PATIENCE_WITH_WORK * limit_ms);
     }
 
     /// Forms the group again if a link between two replicas broke and both are still alive a while later.

@@ -1,6 +1,6 @@
 //! Who sits where, since when, and what was last heard of them.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
 use eaglet_runtime::control::{Activity, Beat, CoordinatorCommand, Member};
 use eaglet_runtime::digest::Digest;
@@ -62,8 +62,8 @@ pub(super) struct SeatState {
     pub(super) first_cause: Option<String>,
     /// Draft only: the epoch it has joined.
     pub(super) joined: Option<Epoch>,
-    /// Verifier only: rows it was given and has not answered for.
-    pub(super) leases: BTreeSet<RowId>,
+    /// Verifier only: rows it was given and has not answered for, and since when.
+    pub(super) leases: BTreeMap<RowId, u64>,
 }
 
 impl SeatState {
@@ -89,7 +89,7 @@ impl SeatState {
             excused: false,
             first_cause: None,
             joined: None,
-            leases: BTreeSet::new(),
+            leases: BTreeMap::new(),
         }
     }
 
@@ -101,6 +101,11 @@ impl SeatState {
     /// Whether its process has attached and goes on.
     pub(super) fn is_live(&self) -> bool {
         matches!(self.status, Status::Attached | Status::Loading | Status::Ready)
+    }
+
+    /// Whether its last beat told of work.
+    pub(super) fn is_busy(&self) -> bool {
+        self.beat.is_some_and(|beat| beat.activity != Activity::Idle)
     }
 
     pub(super) fn member(&self, seat: Seat) -> Member {
@@ -219,6 +224,14 @@ impl Seats {
         state.beat = Some(beat);
     }
 
+    /// Verifiers whose answers were not heard within the limit, whatever has become of the rows, have room again.
+    pub(super) fn expire_leases(&mut self, now_ms: u64, limit_ms: u64, busy_limit_ms: u64) {
+        for state in self.seats.values_mut() {
+            let limit_ms = if state.is_busy() { busy_limit_ms } else { limit_ms };
+            state.leases.retain(|_, since_ms| now_ms <= *since_ms + limit_ms);
+        }
+    }
+
     pub(super) fn fault(&mut self, seat: Seat, reason: String) {
         self.get_mut(seat).fault.get_or_insert(reason);
     }
@@ -303,8 +316,8 @@ impl Engine {
             return;
         }
         let cause = match state.fault.take() {
-            Some(fault) => format!("{fault} ({cause})"),
-            None => cause.to_owned(),
+            Some(fault) if !cause.starts_with(&fault) => format!("{fault} ({cause})"),
+            _ => cause.to_owned(),
         };
         let excused = std::mem::take(&mut state.excused);
         let (removed, condemned) = (state.removed, state.condemned);
@@ -330,6 +343,15 @@ impl Engine {
             state.first_cause.get_or_insert_with(|| cause.clone());
         }
         state.restarts_total += 1;
+        if !removed && !excused {
+            let cause = cause.clone();
+            self.commands.push(Command::Lost {
+                seat,
+                generation,
+                cause,
+            });
+        }
+        let state = self.seats.get_mut(seat);
         state.vacate(now_ms + backoff_ms, now_ms);
         if removed {
             state.status = Status::Empty;

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use eaglet_runtime::control::Beat;
 use eaglet_runtime::ids::{Epoch, Generation, Role, Seat};
 
+use super::router::RowState;
 use super::seats::Status;
 use super::{Engine, LedgerCounts, Phase};
 
@@ -100,5 +101,18 @@ impl Engine {
                 })
                 .collect(),
         }
+    }
+
+    /// The account of units.
+    pub fn ledger(&self) -> LedgerCounts {
+        self.ledger.counts()
+    }
+
+    /// Rows that are being extracted, on their way, or waiting at a draft replica.
+    pub fn rows_under_way(&self) -> usize {
+        self.rows
+            .values()
+            .filter(|row| row.state != RowState::Waiting)
+            .count()
     }
 }

@@ -30,6 +30,8 @@ pub(super) struct VerifierWorker {
 enum Unsent {
     /// The link failed; another one may not.
     Now(String),
+    /// The link had ended before.
+    Broken(String),
     /// No link would take it.
     Never(String),
 }
@@ -158,14 +160,13 @@ impl VerifierWorker {
         };
         faults::reach(Point::Transfer, row.step())?;
         let generation = destination.generation;
-        let sent = self
-            .link_to(&destination)
-            .and_then(|link| match link.send(message, SEND_TIMEOUT) {
-                // It can never be sent, to nobody.
-                Err(error @ SendError::Invalid { .. }) => Err(Unsent::Never(error.to_string())),
-                Err(error) => Err(Unsent::Now(error.to_string())),
-                Ok(()) => Ok(()),
-            });
+        let mut sent = self.send(&destination, message.clone());
+        if let Err(Unsent::Broken(reason)) = &sent {
+            // It may have broken long ago, by a damaged chunk. Whether the receiver is there shows a new one.
+            tracing::warn!(draft = destination.seat, reason, "a link is made again");
+            self.links.remove(&destination.seat);
+            sent = self.send(&destination, message);
+        }
         match sent {
             Ok(()) => {
                 self.context.say(RankEvent::Extracted {
@@ -176,7 +177,7 @@ impl VerifierWorker {
                 });
                 faults::reach(Point::Sent, row.step())?;
             }
-            Err(Unsent::Now(reason)) => {
+            Err(Unsent::Now(reason) | Unsent::Broken(reason)) => {
                 tracing::warn!(draft = destination.seat, reason, "cannot hand over a row");
                 self.links.remove(&destination.seat);
                 self.context.say(RankEvent::NotSent {
@@ -193,6 +194,15 @@ impl VerifierWorker {
             }
         }
         Ok(())
+    }
+
+    fn send(&mut self, destination: &Member, message: BulkOutgoing) -> Result<(), Unsent> {
+        match self.link_to(destination)?.send(message, SEND_TIMEOUT) {
+            Ok(()) => Ok(()),
+            Err(error @ SendError::Invalid { .. }) => Err(Unsent::Never(error.to_string())),
+            Err(error @ SendError::Ended { .. }) => Err(Unsent::Broken(error.to_string())),
+            Err(error) => Err(Unsent::Now(error.to_string())),
+        }
     }
 
     fn link_to(&mut self, destination: &Member) -> Result<&BulkSender, Unsent> {

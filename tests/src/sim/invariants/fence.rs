@@ -1,0 +1,255 @@
+//! FENCE: nothing that an older epoch, generation or launch says has an effect.
+//!
+//! - Whoever was declared lost is not heard: such an event makes no command, beyond what time alone makes possible.
+//! - Epochs only go up, over launches, too, and all members of one are told the same.
+//! - A step is applied only after all members of the present epoch voted for it, in this epoch, with one voice; so two
+//!   epochs' members never both commit a step.
+
+use eaglet_actors::engine::{Command, Phase};
+use eaglet_actors::journal::Record;
+use eaglet_runtime::control::{CoordinatorCommand, LaneMetrics, Member, RankEvent};
+use eaglet_runtime::digest::Digest;
+use eaglet_runtime::ids::{Epoch, Generation, Seat, Step};
+
+use super::book::Book;
+use super::{Checked, broken, lanes};
+
+const NAME: &str = "FENCE";
+
+/// A replica's vote for a step.
+#[derive(Clone, Debug)]
+struct Vote {
+    gradient: Digest,
+    state: Digest,
+    lanes: Vec<LaneMetrics>,
+}
+
+/// A member of the present epoch, and what it was told and has said.
+#[derive(Clone, Debug)]
+struct Participant {
+    seat: u16,
+    generation: Generation,
+    invited: bool,
+    ready: bool,
+    begun: Option<Step>,
+    vote: Option<Vote>,
+    committed: Option<Step>,
+}
+
+/// The present epoch of a launch, as the messages tell it.
+#[derive(Clone, Debug, Default)]
+pub struct Fence {
+    epoch: Epoch,
+    participants: Vec<Participant>,
+    owners: Vec<u16>,
+    step: Step,
+    lanes: Vec<u16>,
+}
+
+/// What a lost rank said made commands.
+pub fn unheard(commands: &[Command], phase: Phase) -> Checked {
+    // Whatever happens, seats are filled again and leaving ranks killed when their time has come.
+    let by_time = |command: &Command| {
+        matches!(command, Command::Spawn { .. }) || matches!(phase, Phase::Leaving | Phase::Finished)
+    };
+    match commands.iter().find(|command| !by_time(command)) {
+        None => Ok(()),
+        Some(command) => broken(NAME, format!("a lost rank was heard: {command:?}")),
+    }
+}
+
+/// A step is about to be committed by a record.
+pub fn committed(fence: &Fence, record: &Record) -> Checked {
+    let Record::Committed { step, epoch, .. } = record else {
+        return Ok(());
+    };
+    fence.decided(*epoch, *step)
+}
+
+impl Fence {
+    /// Somebody who is present said something.
+    pub fn heard(&mut self, seat: Seat, generation: Generation, event: &RankEvent) {
+        let participant = self
+            .participants
+            .iter_mut()
+            .find(|member| Seat::draft(member.seat) == seat && member.generation == generation);
+        match event {
+            RankEvent::GroupReady { epoch } if *epoch == self.epoch => {
+                if let Some(participant) = participant {
+                    participant.ready = true;
+                }
+            }
+            RankEvent::Staged {
+                epoch,
+                step,
+                gradient,
+                state,
+                lanes,
+            } if (*epoch, *step) == (self.epoch, self.step) => {
+                if let Some(participant) = participant.filter(|member| member.begun == Some(*step)) {
+                    participant.vote = Some(Vote {
+                        gradient: *gradient,
+                        state: *state,
+                        lanes: lanes.clone(),
+                    });
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// A command is about to go out to a rank.
+    pub fn told(
+        &mut self,
+        book: &Book,
+        seat: Seat,
+        generation: Generation,
+        command: &CoordinatorCommand,
+    ) -> Checked {
+        match command {
+            CoordinatorCommand::FormGroup {
+                epoch,
+                members,
+                owners,
+            } => self.invited(book, seat, generation, *epoch, members, owners),
+            CoordinatorCommand::Begin { epoch, step, lanes } => {
+                self.begun(book, seat, generation, *epoch, *step, lanes)
+            }
+            CoordinatorCommand::Commit { epoch, step, .. } => {
+                self.decided(*epoch, *step)?;
+                let participant = self.participant(seat, generation)?;
+                if participant.committed.replace(*step) == Some(*step) {
+                    return broken(NAME, format!("{seat} is told to apply step {step} twice"));
+                }
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn participant(&mut self, seat: Seat, generation: Generation) -> Result<&mut Participant, super::Broken> {
+        self.participants
+            .iter_mut()
+            .find(|member| Seat::draft(member.seat) == seat && member.generation == generation)
+            .ok_or(super::Broken {
+                invariant: NAME,
+                what: format!("{seat} of generation {generation} is no member of the present epoch"),
+            })
+    }
+
+    fn invited(
+        &mut self,
+        book: &Book,
+        seat: Seat,
+        generation: Generation,
+        epoch: Epoch,
+        members: &[Member],
+        owners: &[u16],
+    ) -> Checked {
+        if epoch < Epoch::first_of(book.launches) || epoch < self.epoch {
+            return broken(NAME, format!("epoch {epoch} is formed after {}", self.epoch));
+        }
+        let is_new = epoch > self.epoch || self.participants.is_empty();
+        if is_new {
+            lanes::owners(book.lanes, members.iter().map(|member| member.seat), owners)?;
+            self.epoch = epoch;
+            self.owners = owners.to_vec();
+            self.step = Step(u64::MAX);
+            self.participants = members
+                .iter()
+                .map(|member| Participant {
+                    seat: member.seat,
+                    generation: member.generation,
+                    invited: false,
+                    ready: false,
+                    begun: None,
+                    vote: None,
+                    committed: None,
+                })
+                .collect();
+        } else {
+            let same = self.owners == owners
+                && self
+                    .participants
+                    .iter()
+                    .map(|member| (member.seat, member.generation))
+                    .eq(members.iter().map(|member| (member.seat, member.generation)));
+            if !same {
+                return broken(NAME, format!("epoch {epoch} is formed in two ways"));
+            }
+        }
+        let participant = self.participant(seat, generation)?;
+        if std::mem::replace(&mut participant.invited, true) {
+            return broken(NAME, format!("{seat} is invited to epoch {epoch} twice"));
+        }
+        Ok(())
+    }
+
+    fn begun(
+        &mut self,
+        book: &Book,
+        seat: Seat,
+        generation: Generation,
+        epoch: Epoch,
+        step: Step,
+        lanes: &[u16],
+    ) -> Checked {
+        if epoch != self.epoch || !self.participants.iter().all(|member| member.ready) {
+            return broken(
+                NAME,
+                format!("step {step} begins in epoch {epoch}, which is not formed"),
+            );
+        }
+        lanes::begin(book, step, lanes)?;
+        if step != self.step {
+            self.step = step;
+            self.lanes = lanes.to_vec();
+            self.participants.iter_mut().for_each(|member| member.vote = None);
+        }
+        let participant = self.participant(seat, generation)?;
+        if participant.begun.replace(step) == Some(step) {
+            return broken(
+                NAME,
+                format!("{seat} is told to begin step {step} twice in epoch {epoch}"),
+            );
+        }
+        Ok(())
+    }
+
+    /// Whether all members of the present epoch voted for a step, in one voice.
+    fn decided(&self, epoch: Epoch, step: Step) -> Checked {
+        if (epoch, step) != (self.epoch, self.step) {
+            return broken(
+                NAME,
+                format!(
+                    "step {step} is decided in epoch {epoch}, and step {} was begun in epoch {}",
+                    self.step, self.epoch
+                ),
+            );
+        }
+        let mut first: Option<&Vote> = None;
+        for member in &self.participants {
+            let Some(vote) = &member.vote else {
+                return broken(
+                    NAME,
+                    format!("step {step} is decided without draft-{}", member.seat),
+                );
+            };
+            let other = first.get_or_insert(vote);
+            if (vote.gradient, vote.state) != (other.gradient, other.state) {
+                return broken(NAME, format!("step {step} is decided, and its votes differ"));
+            }
+            if vote.lanes.iter().any(|lane| !lane.finite) {
+                return broken(
+                    NAME,
+                    format!("step {step} is decided with a gradient that is not finite"),
+                );
+            }
+        }
+        let votes = self
+            .participants
+            .iter()
+            .filter_map(|member| Some((member.seat, member.vote.as_ref()?.lanes.as_slice())));
+        lanes::computed(&self.lanes, &self.owners, votes)
+    }
+}

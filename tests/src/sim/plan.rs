@@ -1,0 +1,285 @@
+//! What a seed decides before anything happens: the cluster, its samples, and which faults there will be at what rates.
+
+use eaglet_actors::engine::{Fall, LearningRate, RestartPolicy, Settings, WhenExhausted};
+use eaglet_runtime::contract::{Contract, HiddenDtype};
+use eaglet_runtime::digest::Digest;
+use eaglet_runtime::ids::Seat;
+
+use super::corpus::{Corpus, CorpusShape};
+use super::dice::Dice;
+use super::fault::Fault;
+
+/// Capacity of a row.
+const TOKENS_PER_ROW: u32 = 12;
+/// Longest sample.
+const LONGEST: u32 = 9;
+
+/// A schedule.
+#[derive(Clone)]
+pub struct Plan {
+    /// What the engine knows of `cluster.toml`.
+    pub settings: Settings,
+    /// Checkpoints that are kept on disk.
+    pub keep: usize,
+    /// Silence of the coordinator after which a rank ends itself.
+    pub lease_ms: u64,
+    /// The samples.
+    pub corpus: Corpus,
+    /// Held-out prompts.
+    pub held_out: u32,
+    /// Longest way of a message.
+    pub latency_ms: u64,
+    /// When all faults stop.
+    pub calm_ms: u64,
+    /// The faults.
+    pub faults: Faults,
+}
+
+/// The rates of all faults. 0 is never.
+#[derive(Clone, Debug, Default)]
+pub struct Faults {
+    /// One in so many control messages.
+    pub lose_one_in: u32,
+    /// As above.
+    pub delay_one_in: u32,
+    /// As above.
+    pub duplicate_one_in: u32,
+    /// As above.
+    pub reorder_one_in: u32,
+    /// Faults that come by themselves, with the mean time between two of them.
+    pub timed: Vec<(Fault, u64)>,
+    /// One in so many crashes leaves ranks behind for a while.
+    pub linger_one_in: u32,
+    /// One in so many kills of a hung rank does not reach it.
+    pub zombie_one_in: u32,
+    /// One in so many launches finds a checkpoint missing.
+    pub vanish_one_in: u32,
+    /// One in so many contributions is not a number.
+    pub not_finite_one_in: u32,
+    /// One in so many rows has a gradient that is never a number, whoever computes it.
+    pub never_finite_one_in: u32,
+    /// One in so many sums is wrong at one replica.
+    pub disagree_one_in: u32,
+    /// One in so many units is refused by every verifier.
+    pub bad_unit_one_in: u32,
+    /// One in so many extractions is refused for no reason.
+    pub refuse_one_in: u32,
+    /// Held-out rows are refused.
+    pub refuse_held_out: bool,
+    /// Seats whose occupants die at their start, and how many of them do in each launch.
+    pub crash_loops: Vec<(Seat, u32)>,
+}
+
+impl Faults {
+    /// Whether nothing ever goes wrong.
+    pub fn is_quiet(&self) -> bool {
+        self.timed.is_empty()
+            && self.lose_one_in == 0
+            && self.delay_one_in == 0
+            && self.duplicate_one_in == 0
+            && self.reorder_one_in == 0
+            && self.not_finite_one_in == 0
+            && self.never_finite_one_in == 0
+            && self.disagree_one_in == 0
+            && self.bad_unit_one_in == 0
+            && self.refuse_one_in == 0
+            && !self.refuse_held_out
+            && self.crash_loops.is_empty()
+    }
+}
+
+/// Kinds that a schedule draws independently of each other.
+const KINDS: u64 = 22;
+
+impl Plan {
+    /// The schedule of a seed.
+    pub fn draw(seed: u64) -> Self {
+        // Other dice than those that drive the schedule, so that a plan can change without all that follows.
+        let mut dice = Dice::new(seed ^ 0x9_1a7);
+        let calm_ms = dice.between(300, 2500);
+        let mut plan = Self::cluster(&mut dice, calm_ms);
+        let kind = dice.below(100);
+        if kind < 5 {
+            return plan; // nothing goes wrong
+        }
+        if kind < 35 {
+            let only = dice.below(KINDS);
+            plan.add(&mut dice, only);
+            return plan;
+        }
+        // The more kinds, the rarer each.
+        let share = dice.pick(&[3, 4, 6, 10]);
+        for one in 0..KINDS {
+            if dice.one_in(share) {
+                plan.add(&mut dice, one);
+            }
+        }
+        plan
+    }
+
+    /// A cluster in which nothing goes wrong.
+    fn cluster(dice: &mut Dice, calm_ms: u64) -> Self {
+        let lanes = dice.between(1, 3) as u16;
+        let drafts = dice.between(1, 4) as u16;
+        let verifiers = dice.between(1, 2) as u16;
+        let passes = dice.between(1, 2) as u32;
+        let open = dice.one_in(3);
+        let steps = dice.between(3, 10);
+        let shape = CorpusShape {
+            // Rows are about three quarters full.
+            tokens: steps * u64::from(lanes) * 9 / u64::from(passes),
+            longest: LONGEST,
+            refused_one_in: dice.pick(&[0, 0, 12]),
+            late_lines: if open { dice.below(8) } else { 0 },
+            added_files: if open { dice.below(3) } else { 0 },
+            until_ms: calm_ms,
+        };
+        let restarts = RestartPolicy {
+            max_restarts: u32::MAX,
+            window_ms: 60_000,
+            backoff_initial_ms: 20,
+            backoff_max_ms: 150,
+            then: WhenExhausted::Continue,
+        };
+        let settings = Settings {
+            lanes,
+            seats: (0..drafts)
+                .map(Seat::draft)
+                .chain((0..verifiers).map(Seat::verifier))
+                .collect(),
+            open,
+            contract: contract(),
+            recipe: Digest::of(b"recipe"),
+            tokens_per_row: TOKENS_PER_ROW,
+            passes,
+            step_limit: dice.one_in(8).then(|| dice.between(2, steps)),
+            prefetch_steps: dice.between(1, 4),
+            evaluate_every_steps: dice.pick(&[0, 0, 2, 3]),
+            max_new_tokens: 2,
+            held_out_rows: 1,
+            checkpoint_every_steps: dice.pick(&[0, 1, 2, 3, 5]),
+            learning_rate: LearningRate {
+                peak: 1e-3,
+                warmup_ratio: 0.1,
+                fall: Fall::Linear,
+            },
+            suspect_after_ms: 250,
+            dead_after_ms: 500,
+            attach_timeout_ms: 800,
+            load_timeout_ms: 1200,
+            step_timeout_ms: 1200,
+            form_timeout_ms: 700,
+            leave_timeout_ms: 500,
+            verifier_restarts: restarts,
+            draft_restarts: restarts,
+        };
+        Self {
+            settings,
+            keep: dice.between(1, 3) as usize,
+            lease_ms: dice.pick(&[700, 1500]),
+            corpus: Corpus::draw(dice, shape),
+            held_out: dice.pick(&[0, 0, 1, 2, 5]) as u32,
+            latency_ms: dice.between(0, 3),
+            calm_ms,
+            faults: Faults::default(),
+        }
+    }
+
+    /// Adds one kind of fault at some rate.
+    fn add(&mut self, dice: &mut Dice, kind: u64) {
+        let message_rate = |dice: &mut Dice| dice.pick(&[20, 60, 200]);
+        let every_ms = |dice: &mut Dice| dice.pick(&[60, 200, 600, 1500]);
+        let rarely_ms = |dice: &mut Dice| dice.pick(&[300, 900, 2000]);
+        let faults = &mut self.faults;
+        match kind {
+            0 => faults.lose_one_in = message_rate(dice),
+            1 => faults.delay_one_in = message_rate(dice),
+            2 => faults.duplicate_one_in = message_rate(dice),
+            3 => faults.reorder_one_in = message_rate(dice),
+            4 => faults.timed.push((Fault::Partition, rarely_ms(dice))),
+            5 => faults.timed.push((Fault::PartitionOneWay, rarely_ms(dice))),
+            6 => faults.timed.push((Fault::PathBlocked, rarely_ms(dice))),
+            7 => faults.timed.push((Fault::LinkBroken, every_ms(dice))),
+            8 => faults.timed.push((Fault::RankKilled, every_ms(dice))),
+            9 => faults.timed.push((Fault::RankKilledInside, every_ms(dice))),
+            10 => {
+                faults.timed.push((Fault::CoordinatorCrashed, every_ms(dice)));
+                faults.linger_one_in = dice.pick(&[0, 2]);
+                faults.vanish_one_in = dice.pick(&[0, 0, 3]);
+            }
+            11 => faults.timed.push((Fault::CoordinatorStalled, rarely_ms(dice))),
+            12 => faults.timed.push((Fault::RankSlow, rarely_ms(dice))),
+            13 => {
+                faults.timed.push((Fault::RankHung, rarely_ms(dice)));
+                faults.zombie_one_in = dice.pick(&[0, 1, 2]);
+            }
+            14 => faults.timed.push((Fault::RankStuck, rarely_ms(dice))),
+            15 => self.add_crash_loop(dice),
+            16 => match dice.below(6) {
+                0 => faults.never_finite_one_in = 30,
+                _ => faults.not_finite_one_in = dice.pick(&[10, 40]),
+            },
+            17 => faults.disagree_one_in = dice.pick(&[10, 40]),
+            18 => match dice.below(4) {
+                0 => faults.refuse_held_out = true,
+                1 => faults.refuse_one_in = dice.pick(&[10, 40]),
+                _ => {
+                    faults.bad_unit_one_in = dice.pick(&[4, 15]);
+                    if dice.one_in(2) {
+                        faults.timed.push((Fault::SampleRetried, every_ms(dice)));
+                    }
+                }
+            },
+            19 => {
+                for change in [Fault::SeatAdded, Fault::SeatRemoved, Fault::SeatRestarted] {
+                    if dice.one_in(2) {
+                        faults.timed.push((change, rarely_ms(dice)));
+                    }
+                }
+            }
+            20 => {
+                let end = dice.pick(&[Fault::Drained, Fault::Drained, Fault::Stopped]);
+                faults.timed.push((end, rarely_ms(dice)));
+            }
+            _ => {
+                if dice.one_in(3) {
+                    faults
+                        .timed
+                        .push((Fault::CheckpointVanishedLive, rarely_ms(dice)));
+                }
+                // Something else then has to make somebody read the folder.
+                faults.timed.push((Fault::RankKilled, every_ms(dice)));
+            }
+        }
+    }
+
+    /// Some seats do not come up, and the policy may run out.
+    fn add_crash_loop(&mut self, dice: &mut Dice) {
+        for policy in [
+            &mut self.settings.verifier_restarts,
+            &mut self.settings.draft_restarts,
+        ] {
+            if dice.one_in(2) {
+                policy.max_restarts = dice.between(1, 4) as u32;
+                policy.window_ms = dice.pick(&[300, 2000, 20_000]);
+                policy.then = dice.pick(&[WhenExhausted::Continue, WhenExhausted::Stop]);
+            }
+        }
+        for _ in 0..dice.between(1, 2) {
+            let seat = self.settings.seats[dice.place(self.settings.seats.len())];
+            self.faults.crash_loops.push((seat, dice.between(1, 6) as u32));
+        }
+    }
+}
+
+/// What all hidden states of the simulation promise.
+pub fn contract() -> Contract {
+    Contract {
+        verifier: Digest::of(b"verifier"),
+        aux_layers: vec![1],
+        hidden_size: 8,
+        dtype: HiddenDtype::Bf16,
+        tokenizer: Digest::of(b"tokenizer"),
+        template: Digest::of(b"template"),
+    }
+}
