@@ -15,7 +15,10 @@ fn help_names_the_commands_that_people_call() {
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success());
     assert!(
-        text.contains("launch") && text.contains("samples") && !text.contains("rank "),
+        ["launch", "ranks", "samples"]
+            .iter()
+            .all(|command| text.contains(command))
+            && !text.contains("rank "),
         "{text}"
     );
 }
@@ -70,6 +73,57 @@ fn samples_are_shown_with_what_is_trained() {
     );
     assert!(
         text.matches("trained").count() == 2 && text.contains('⟦'),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_run_that_is_not_alive_is_told_with_the_remedy() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let directory = folder.path().display().to_string();
+    let chats = folder.path().join("chats.jsonl");
+    std::fs::write(&chats, "").expect("the temporary folder is writable");
+    let chats = chats.display().to_string();
+    for command in [
+        &["ranks", "list"][..],
+        &["ranks", "add", "--role", "draft"],
+        &["ranks", "remove", "draft-1"],
+        &["samples", "add", &chats],
+        &["samples", "close"],
+        &["samples", "retry", "1"],
+    ] {
+        let output = eaglet(&[command, &["--run", &directory]].concat());
+        assert_eq!(output.status.code(), Some(1), "{command:?}");
+        assert_eq!(
+            String::from_utf8_lossy(&output.stderr),
+            format!("eaglet: no coordinator is running on {directory}; start it with `eaglet launch`\n")
+        );
+    }
+    for command in [&["samples", "list"][..], &["samples", "show", "--sample", "0"]] {
+        let output = eaglet(&[command, &["--run", &directory]].concat());
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{command:?}");
+        assert!(
+            text.lines().count() == 1 && text.contains("cannot open the journal"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn files_to_add_must_be_there() {
+    let output = eaglet(&[
+        "samples",
+        "add",
+        "no/such.jsonl",
+        "nor/such.jsonl",
+        "--run",
+        "nowhere",
+    ]);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(
+        text.lines().count() == 2 && text.contains("no/such.jsonl") && text.contains("nor/such.jsonl"),
         "{text}"
     );
 }

@@ -6,6 +6,7 @@
 
 mod cluster;
 mod endpoint;
+mod gate;
 mod host;
 mod intake;
 mod monitor;
@@ -23,9 +24,10 @@ use eaglet_runtime::verifier::VerifierFiles;
 use ractor::{Actor, ActorRef};
 use tokio::sync::{oneshot, watch};
 
-use self::cluster::{Cluster, ClusterArguments, ClusterMessage, Gate, Registry};
+use self::cluster::{Cluster, ClusterArguments, ClusterMessage};
 use self::endpoint::Endpoint;
 pub use self::endpoint::{OperateError, operate};
+use self::gate::{Gate, Registry};
 use self::host::Host;
 pub use self::host::TOKEN_VARIABLE;
 use self::intake::IntakeArguments;

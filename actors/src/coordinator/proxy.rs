@@ -10,7 +10,8 @@ use eaglet_runtime::ids::{Generation, Seat};
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::mpsc;
 
-use super::cluster::{ClusterMessage, Registry};
+use super::cluster::ClusterMessage;
+use super::gate::Registry;
 use super::host::{Host, Process};
 use crate::engine::Event;
 

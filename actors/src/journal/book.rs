@@ -94,8 +94,6 @@ pub struct SampleBook {
     marks: BTreeMap<String, FileMark>,
     added: Vec<PathBuf>,
     prepared: Option<Preparation>,
-    /// Samples that came after the last count of the steps.
-    uncounted: u64,
     closed: bool,
 }
 
@@ -120,11 +118,6 @@ impl SampleBook {
     }
 
     fn enter(&mut self, record: &Record, plans: &mut HashMap<Step, Vec<Unit>>) {
-        match record {
-            Record::Accepted { .. } | Record::Refused { .. } | Record::Retried { .. } => self.uncounted += 1,
-            Record::Prepared { .. } | Record::Grown { .. } => self.uncounted = 0,
-            _ => {}
-        }
         match record {
             Record::Accepted {
                 sample,
@@ -267,11 +260,6 @@ impl SampleBook {
     /// What training started from, once it has.
     pub(crate) fn prepared(&self) -> Option<&Preparation> {
         self.prepared.as_ref()
-    }
-
-    /// Samples that came, or came back, after the last count of the steps; before the first count there are none.
-    pub(crate) fn uncounted_samples(&self) -> u64 {
-        self.prepared.as_ref().map_or(0, |_| self.uncounted)
     }
 
     /// Whether nothing more is to be read.

@@ -59,6 +59,16 @@ pub enum TransportError {
         /// Its address.
         address: String,
     },
+    /// The link to the coordinator broke; the request may still be carried out.
+    #[error(
+        "the coordinator at {address} has not answered ({reason}); it may still do what was asked: see its log"
+    )]
+    Broken {
+        /// Its address.
+        address: String,
+        /// What was seen.
+        reason: String,
+    },
     /// The coordinator has not answered; the request may still be carried out.
     #[error(
         "the coordinator at {address} has not answered within {seconds} s; it may still do what was asked: see its log"

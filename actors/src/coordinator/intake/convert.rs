@@ -23,7 +23,7 @@ pub(super) struct Converter {
     held_out_room: usize,
     held_out_tokens: usize,
     prompts: Vec<Vec<u32>>,
-    /// Prompts that an earlier launch has held out: no sample may begin with one of them.
+    /// Prompts that are held out for good: no later sample may begin with one of them.
     reserved: HashSet<Vec<u32>>,
     conversations: u64,
 }
@@ -73,7 +73,7 @@ impl Converter {
         self.conversations += u64::from(row.conversation.is_ok());
     }
 
-    /// Takes the prompts that an earlier launch has held out; more are not held.
+    /// Takes the prompts that were held out when the preparation was complete; more are not.
     pub(super) fn reserve(&mut self, prompts: &[Vec<u32>]) {
         if self.counts_conversations() {
             self.reserved = prompts.iter().cloned().collect();

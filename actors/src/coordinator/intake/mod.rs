@@ -8,9 +8,10 @@
 //! INTAKE-2: of each file the journal knows the last line that gave a sample, and how many that line gave. A later launch
 //! goes on exactly behind them, so that no sample is lost or taken in twice.
 //!
-//! Files: `reader` what is read when, `files` one file and its place, `convert` from a row to samples, `retry` quarantined
-//! samples again.
+//! Files: `reader` what is read when, `arrivals` what comes later, `files` one file and its place, `convert` from a row to
+//! samples, `retry` quarantined samples again.
 
+mod arrivals;
 mod convert;
 mod files;
 mod reader;
@@ -109,7 +110,7 @@ pub(super) fn start(arguments: IntakeArguments) {
             cluster: arguments.cluster,
             runtime,
         };
-        Reader::new(
+        let reader = Reader::new(
             arguments.config,
             arguments.tokenizer,
             arguments.verifier_vocab_size,
@@ -117,8 +118,10 @@ pub(super) fn start(arguments: IntakeArguments) {
             arguments.journal,
             arguments.requests,
             outlet,
-        )
-        .run()
+        );
+        // It has a place for each sample, and the reader lives long.
+        drop(arguments.book);
+        reader.run()
     });
     tokio::spawn(async move {
         let report = match reading.await {
@@ -152,7 +155,9 @@ impl Outlet for ClusterOutlet {
             .map_err(|_| Stop::Gone)
     }
 
-    fn notice(&mut self, notice: Notice) {
+    fn notice(&mut self, mut notice: Notice) {
+        // Names of files may hold anything: nothing of it may steer a terminal.
+        notice.text = notice.text.replace(char::is_control, "\u{fffd}");
         // A cluster that is gone is noticed by the next call.
         let _ = self.cluster.cast(ClusterMessage::Notice(notice));
     }

@@ -1,19 +1,18 @@
-//! What is read when: first the files of the launch, then whatever comes.
+//! Reads the files that are due, and tells the engine and people of it.
 
 use std::collections::{BTreeMap, HashSet};
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
-use eaglet_runtime::control::OperatorReply;
 use eaglet_runtime::samples::{
     ChatTokenizer, DraftVocabulary, Source, SourceError, SourceOptions, Tail, TokenCounts,
 };
 
 use super::convert::Converter;
-use super::files::{KnownFile, Taken, files_in, has_rested};
+use super::files::{KnownFile, Taken};
 use super::{IntakeItem, IntakeRequest, Outlet, Reply, Verdict, name_of};
 use crate::config::ClusterConfig;
 use crate::engine::{Event, Notice};
@@ -38,7 +37,7 @@ pub(super) enum Stop {
 }
 
 /// Whether more is taken.
-enum Door {
+pub(super) enum Door {
     Open,
     /// What there is is read to its end; then these are answered.
     Closing(Vec<Reply>),
@@ -51,16 +50,16 @@ pub(super) struct Reader<O> {
     pub(super) journal: PathBuf,
     pub(super) converter: Converter,
     pub(super) outlet: O,
-    requests: Receiver<IntakeRequest>,
+    pub(super) requests: Receiver<IntakeRequest>,
     verifier_vocab_size: usize,
     /// Files of `samples.held_out`, and what earlier launches have refused of them.
     held_out: Vec<(PathBuf, Taken)>,
     /// In the order in which they came.
-    files: Vec<KnownFile>,
+    pub(super) files: Vec<KnownFile>,
     /// Paths of `files`.
-    known: HashSet<PathBuf>,
+    pub(super) known: HashSet<PathBuf>,
     /// Watched folders that cannot be read, and why.
-    folder_complaints: BTreeMap<PathBuf, String>,
+    pub(super) folder_complaints: BTreeMap<PathBuf, String>,
     batch: Vec<IntakeItem>,
     /// Trained tokens of all samples, then of those that came after the preparation.
     pub(super) counts: TokenCounts,
@@ -68,7 +67,7 @@ pub(super) struct Reader<O> {
     /// Samples that the engine has not counted into its steps.
     uncounted: u64,
     refused: u64,
-    door: Door,
+    pub(super) door: Door,
     noticed: Option<Instant>,
 }
 
@@ -128,7 +127,7 @@ impl<O: Outlet> Reader<O> {
             batch: Vec::new(),
             counts: TokenCounts::new(),
             vocabulary,
-            uncounted: book.uncounted_samples(),
+            uncounted: 0,
             refused: 0,
             door: if book.is_closed() {
                 Door::Closed
@@ -165,10 +164,6 @@ impl<O: Outlet> Reader<O> {
             if !self.is_prepared() {
                 self.prepare()?;
             }
-            if self.uncounted > 0 {
-                // A crash came between samples and the count of the steps.
-                self.grow(None)?;
-            }
             if is_closing {
                 self.close()?;
             }
@@ -180,205 +175,6 @@ impl<O: Outlet> Reader<O> {
         self.vocabulary.is_some()
     }
 
-    /// Whether anything can come that nobody asks for.
-    fn polls(&self) -> bool {
-        let samples = &self.config.samples;
-        matches!(self.door, Door::Open) && (samples.follow || !samples.watch.is_empty())
-    }
-
-    /// Waits for a request, or for the next look at files and folders.
-    fn wait(&mut self) -> Result<(), Stop> {
-        if !self.polls() {
-            let request = self.requests.recv().map_err(|_| Stop::Gone)?;
-            return self.take(request);
-        }
-        match self.requests.recv_timeout(self.config.samples.poll_interval()) {
-            Ok(request) => self.take(request),
-            Err(RecvTimeoutError::Disconnected) => Err(Stop::Gone),
-            Err(RecvTimeoutError::Timeout) => {
-                self.watch(false)?;
-                self.follow();
-                Ok(())
-            }
-        }
-    }
-
-    /// Deals with the requests that have come, between two batches of a long file.
-    fn take_waiting(&mut self) -> Result<(), Stop> {
-        loop {
-            match self.requests.try_recv() {
-                Ok(request) => self.take(request)?,
-                Err(TryRecvError::Empty) => return Ok(()),
-                Err(TryRecvError::Disconnected) => return Err(Stop::Gone),
-            }
-        }
-    }
-
-    fn take(&mut self, request: IntakeRequest) -> Result<(), Stop> {
-        // An operator who has gone away needs no answer.
-        match request {
-            IntakeRequest::Add { files, reply } => {
-                let answer = self.add(files)?;
-                let _ = reply.send(answer);
-            }
-            IntakeRequest::Close { reply } => match &mut self.door {
-                Door::Open => self.door = Door::Closing(vec![reply]),
-                Door::Closing(replies) => replies.push(reply),
-                Door::Closed => {
-                    let _ = reply.send(OperatorReply::Done("the run was closed already".to_owned()));
-                }
-            },
-            IntakeRequest::Retry { samples, reply } => {
-                let answer = self.retry(&samples)?;
-                let _ = reply.send(answer);
-            }
-        }
-        Ok(())
-    }
-
-    /// Adds files, all or none.
-    fn add(&mut self, files: Vec<PathBuf>) -> Result<OperatorReply, Stop> {
-        if !matches!(self.door, Door::Open) {
-            return Ok(OperatorReply::Refused(
-                "the run takes no more samples: it was closed by `eaglet samples close`; start a new run"
-                    .to_owned(),
-            ));
-        }
-        for (index, file) in files.iter().enumerate() {
-            let fault = if self.config.samples.held_out.contains(file) {
-                Some(format!("{} is held out (samples.held_out)", file.display()))
-            } else if files[..index].contains(file) {
-                Some(format!("{} is named twice", file.display()))
-            } else {
-                let opened = Source::open(file, self.options(Tail::Final));
-                opened.err().map(|error| error.to_string())
-            };
-            if let Some(fault) = fault {
-                return Ok(OperatorReply::Refused(fault));
-            }
-        }
-        let mut lines = Vec::new();
-        for file in files {
-            let shown = file.display();
-            let known = self.files.iter_mut().find(|known| known.path == file);
-            lines.push(match &known {
-                None => {
-                    format!("{shown} is added and will be read, also if the coordinator is started again")
-                }
-                Some(known) if known.is_due => format!("{shown} is part of the run and being read"),
-                Some(_) => format!("{shown} is part of the run; what was appended to it is read"),
-            });
-            match known {
-                Some(known) => {
-                    known.is_due = true;
-                    self.outlet.tell(Event::SourceAdded { file })?;
-                }
-                None => self.welcome(file)?,
-            }
-        }
-        Ok(OperatorReply::Done(lines.join("\n")))
-    }
-
-    /// Looks for new files in the watched folders. At the launch, files that were written to just now are waited for.
-    fn watch(&mut self, is_launch: bool) -> Result<(), Stop> {
-        if !matches!(self.door, Door::Open) {
-            return Ok(());
-        }
-        let found = self.new_files();
-        let rest = self.config.samples.poll_interval();
-        let rested = |file: &PathBuf| self.config.samples.follow || has_rested(file, rest);
-        if is_launch && !found.iter().all(rested) {
-            // What somebody copies into the folder meanwhile comes later.
-            self.wait_for_request(rest)?;
-        }
-        for file in found {
-            if self.config.samples.follow || has_rested(&file, rest) {
-                self.welcome(file)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn wait_for_request(&mut self, time: Duration) -> Result<(), Stop> {
-        let until = Instant::now() + time;
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            match self.requests.recv_timeout(left) {
-                Ok(request) => self.take(request)?,
-                Err(RecvTimeoutError::Timeout) => return Ok(()),
-                Err(RecvTimeoutError::Disconnected) => return Err(Stop::Gone),
-            }
-        }
-    }
-
-    /// Files in the watched folders that are not known yet.
-    fn new_files(&mut self) -> Vec<PathBuf> {
-        let mut found = Vec::new();
-        for folder in self.config.samples.watch.clone() {
-            match files_in(&folder) {
-                Ok(files) => {
-                    self.folder_complaints.remove(&folder);
-                    found.extend(files);
-                }
-                Err(error) => {
-                    let complaint = format!(
-                        "samples.watch: {} cannot be read: {error}; it is looked at again",
-                        folder.display()
-                    );
-                    let before = self.folder_complaints.insert(folder, complaint.clone());
-                    if before.as_ref() != Some(&complaint) {
-                        self.warn(complaint);
-                    }
-                }
-            }
-        }
-        let held_out = &self.config.samples.held_out;
-        found.retain(|file| !self.known.contains(file) && !held_out.contains(file));
-        found
-    }
-
-    /// Marks files that have grown.
-    fn follow(&mut self) {
-        if self.config.samples.follow {
-            for file in &mut self.files {
-                file.is_due |= file.has_changed();
-            }
-        }
-    }
-
-    /// Before the door closes, what lies there counts, and a last line without its newline is a line.
-    fn look_once_more(&mut self) -> Result<(), Stop> {
-        for file in self.new_files() {
-            self.welcome(file)?;
-        }
-        if self.config.samples.follow {
-            self.files.iter_mut().for_each(|file| file.is_due = true);
-        }
-        self.read_due()
-    }
-
-    fn close(&mut self) -> Result<(), Stop> {
-        let Door::Closing(replies) = std::mem::replace(&mut self.door, Door::Closed) else {
-            return Ok(());
-        };
-        self.outlet.tell(Event::IntakeClosed)?;
-        for reply in replies {
-            let text = "nothing more is read; the run ends when all is trained";
-            // An operator who has gone away needs no answer.
-            let _ = reply.send(OperatorReply::Done(text.to_owned()));
-        }
-        Ok(())
-    }
-
-    /// INTAKE-1: the journal knows of a file before it is read.
-    fn welcome(&mut self, file: PathBuf) -> Result<(), Stop> {
-        let mut known = KnownFile::new(file.clone(), false, Taken::default());
-        known.is_new = true;
-        self.known.insert(file.clone());
-        self.files.push(known);
-        self.outlet.tell(Event::SourceAdded { file })
-    }
-
     pub(super) fn options(&self, tail: Tail) -> SourceOptions {
         SourceOptions {
             row_limit_bytes: self.config.samples.max_line_bytes,
@@ -387,7 +183,7 @@ impl<O: Outlet> Reader<O> {
     }
 
     /// Reads all files that are due, also those that become so meanwhile.
-    fn read_due(&mut self) -> Result<(), Stop> {
+    pub(super) fn read_due(&mut self) -> Result<(), Stop> {
         while let Some(index) = self.files.iter().position(|file| file.is_due) {
             let is_new = std::mem::take(&mut self.files[index].is_new);
             self.files[index].is_due = false;
@@ -537,6 +333,8 @@ impl<O: Outlet> Reader<O> {
             vocabulary: vocabulary.ids().to_vec(),
             held_out: self.converter.prompts(),
         };
+        let prompts = self.converter.prompts();
+        self.converter.reserve(&prompts);
         self.counts = TokenCounts::new();
         self.uncounted = 0;
         self.vocabulary = Some(vocabulary);
@@ -555,7 +353,7 @@ impl<O: Outlet> Reader<O> {
         let from = file.map_or(String::new(), |index| {
             format!(" from {}", self.files[index].path.display())
         });
-        let mut text = format!("{more} samples more{from}");
+        let mut text = format!("more samples{from}: {more}");
         let mut warning = false;
         if let Some(coverage) = coverage {
             let percent = 100.0 * coverage;
@@ -591,7 +389,7 @@ impl<O: Outlet> Reader<O> {
         Ok(())
     }
 
-    fn warn(&mut self, text: String) {
+    pub(super) fn warn(&mut self, text: String) {
         self.outlet.notice(Notice {
             warning: true,
             quiet: false,

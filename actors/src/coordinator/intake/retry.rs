@@ -39,12 +39,12 @@ impl Tally {
     }
 
     fn into_reply(self) -> OperatorReply {
-        let mut lines = vec![format!("{} samples are pending again", self.pending)];
+        let mut lines = vec![format!("pending again: {}", self.pending)];
         if self.new > 0 {
-            lines.push(format!("{} samples more were found on their lines", self.new));
+            lines.push(format!("new, from the same lines: {}", self.new));
         }
         if !self.left.is_empty() {
-            lines.push(format!("{} are not:", self.left.len()));
+            lines.push(format!("not pending again: {}", self.left.len()));
         }
         lines.extend(self.left.iter().take(REASONS_SHOWN).cloned());
         if self.left.len() > REASONS_SHOWN {
