@@ -354,6 +354,7 @@ impl ClusterState {
                     seat,
                     generation,
                     row,
+                    lease,
                     documents,
                     destination,
                 } => {
@@ -362,6 +363,7 @@ impl ClusterState {
                             let units = documents.into_iter().map(|(unit, _)| unit).collect();
                             let extraction = Extraction {
                                 row,
+                                lease,
                                 units,
                                 content,
                                 destination,

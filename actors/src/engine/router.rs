@@ -64,6 +64,8 @@ impl RowState {
 pub(super) struct Row {
     pub(super) state: RowState,
     since_ms: u64,
+    /// FENCE: what was extracted for an earlier lease holds samples that are not in the row any more.
+    valid_from_lease: u64,
 }
 
 impl Engine {
@@ -135,6 +137,8 @@ impl Engine {
 
     fn lease(&mut self, row: RowId, verifier: Seat, destination: eaglet_runtime::control::Member) {
         let generation = self.seats.get(verifier).generation;
+        self.leases += 1;
+        let lease = self.leases;
         let to = (destination.seat, destination.generation);
         self.place_row(
             row,
@@ -158,6 +162,7 @@ impl Engine {
                     seat: verifier,
                     generation,
                     row,
+                    lease,
                     documents,
                     destination,
                 });
@@ -165,6 +170,7 @@ impl Engine {
             RowId::HeldOut { lane } => {
                 let request = HeldOutRequest {
                     row,
+                    lease,
                     prompts: self.held_out_prompts(lane).cloned().collect(),
                     max_new_tokens: self.settings.max_new_tokens,
                     destination,
@@ -221,12 +227,37 @@ impl Engine {
     }
 
     fn place_row(&mut self, row: RowId, state: RowState) {
+        let valid_from_lease = self.rows.get(&row).map_or(0, |row| row.valid_from_lease);
         let since_ms = self.now_ms;
-        self.rows.insert(row, Row { state, since_ms });
+        self.rows.insert(
+            row,
+            Row {
+                state,
+                since_ms,
+                valid_from_lease,
+            },
+        );
     }
 
-    pub(super) fn row_received(&mut self, draft: Seat, generation: Generation, row: RowId) {
-        let Some(state) = self.rows.get(&row).map(|row| row.state) else {
+    /// A row has other samples than before: what was extracted of it until now is void.
+    pub(super) fn void_row(&mut self, row: RowId) {
+        self.rows.insert(
+            row,
+            Row {
+                state: RowState::Waiting,
+                since_ms: self.now_ms,
+                valid_from_lease: self.leases + 1,
+            },
+        );
+    }
+
+    pub(super) fn row_received(&mut self, draft: Seat, generation: Generation, row: RowId, lease: u64) {
+        let Some(state) = self
+            .rows
+            .get(&row)
+            .filter(|row| lease >= row.valid_from_lease)
+            .map(|row| row.state)
+        else {
             return;
         };
         if self.owner_of(row.lane()) != Some(draft) || matches!(state, RowState::Held { .. }) {
@@ -285,13 +316,14 @@ impl Engine {
         }
         if step < self.committed {
             self.fail(format!(
-                "sample {} was trained before and is refused now: {reason}",
+                "sample {} was trained before and is refused now: {reason}; this verifier does not repeat its own \
+                 arithmetic: test the memory of its host",
                 unit.sample
             ));
             return;
         }
         self.move_units(step, lane, UnitState::Pending);
-        self.place_row(row, RowState::Waiting);
+        self.void_row(row);
         self.quarantine(step, unit);
         let place = self
             .samples

@@ -7,6 +7,7 @@ use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Step};
 
 use super::{Command, Engine, Outcome, Phase, Settings, WhenExhausted};
+use crate::journal::Record;
 
 /// What a seat's occupant is up to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -392,6 +393,38 @@ impl Engine {
         }
     }
 
+    /// Seats of a role that are filled, or will be, and were not asked to leave.
+    fn staying(&self, role: Role) -> usize {
+        self.seats
+            .active(role)
+            .filter(|&seat| !self.seats.get(seat).removed)
+            .count()
+    }
+
+    /// A run needs a rank of each role: one that was asked to leave stays if nobody else is left, and without anybody
+    /// the run is over.
+    pub(super) fn keep_roles(&mut self) {
+        if matches!(self.phase, Phase::Leaving | Phase::Finished) {
+            return;
+        }
+        for role in [Role::Verifier, Role::Draft] {
+            if self.staying(role) > 0 {
+                continue;
+            }
+            let Some(seat) = self.seats.active(role).next() else {
+                self.fail(format!(
+                    "no {role} rank is left; the causes stand above and in logs/coordinator.log"
+                ));
+                return;
+            };
+            self.seats.get_mut(seat).removed = false;
+            self.append(Record::SeatAdded { seat, threads: 0 }, true);
+            self.warn(format!(
+                "{seat} was to leave, and stays: no other {role} rank is left"
+            ));
+        }
+    }
+
     /// A rank that a restart cannot help.
     pub(super) fn condemn(&mut self, seat: Seat, reason: String) {
         self.kill(seat, &reason);
@@ -408,7 +441,7 @@ impl Engine {
         } else {
             format!("\nits last words:\n{log_tail}")
         };
-        let left = self.seats.active(seat.role).count();
+        let left = self.staying(seat.role);
         if self.settings.restarts(seat.role).then == WhenExhausted::Stop || left == 0 {
             self.fail(format!("{story}{words}"));
         } else {
@@ -462,7 +495,7 @@ impl Engine {
         for seat in self.late_in_step() {
             late.push((
                 seat,
-                format!("it keeps a step waiting for more than {limit_ms} ms"),
+                format!("it keeps a step waiting for more than {limit_ms} ms (supervision.step_timeout_s)"),
             ));
         }
         for seat in self.late_in_forming() {
