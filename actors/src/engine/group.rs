@@ -23,7 +23,10 @@ impl Engine {
         let orphans: Vec<Seat> = self
             .seats
             .iter()
-            .filter(|(_, state)| state.donor == Some((seat.index, generation)))
+            .filter(|(_, state)| {
+                // Who has left since, or is about to, needs no state any more.
+                state.status == Status::Loading && state.donor == Some((seat.index, generation))
+            })
             .map(|(seat, _)| seat)
             .collect();
         for orphan in orphans {

@@ -344,7 +344,7 @@ impl Engine {
         }
         if from.role == Role::Draft {
             let newcomer = self.seats.get_mut(draft);
-            if newcomer.donor == Some((from.index, sender)) {
+            if newcomer.status == Status::Loading && newcomer.donor == Some((from.index, sender)) {
                 // The state did not arrive whole: it is asked for again.
                 newcomer.donor = None;
                 newcomer.status = Status::Attached;
