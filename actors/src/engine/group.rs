@@ -215,7 +215,11 @@ impl Engine {
     /// Whether somebody could join at this step boundary, or wants to leave and can.
     pub(super) fn membership_changes(&self) -> bool {
         self.seats.active(Role::Draft).any(|seat| {
-            let joins = self.seats.get(seat).status == Status::Ready && !self.members.contains(&seat.index);
+            let state = self.seats.get(seat);
+            // Who still applies a step would be left out again.
+            let joins = state.status == Status::Ready
+                && state.applying_since_ms.is_none()
+                && !self.members.contains(&seat.index);
             joins || self.can_leave(seat)
         })
     }
