@@ -250,10 +250,13 @@ impl Engine {
 
     fn heal(&mut self) {
         let seats: Vec<Seat> = self.seats.active(Role::Draft).collect();
+        // Steps before the latest checkpoint are not done again: whoever is left behind it reads it, too.
+        let saved = self.latest_checkpoint().map(|known| known.step);
         let best = seats
             .iter()
             .filter(|&&seat| self.seats.get(seat).status == Status::Ready)
             .filter_map(|&seat| self.seats.get(seat).state.map(|(step, _)| (step, seat)))
+            .filter(|&(step, _)| saved.is_none_or(|saved| step >= saved))
             .max_by_key(|&(step, seat)| (step, std::cmp::Reverse(seat)));
         for seat in seats {
             let state = self.seats.get(seat);
@@ -263,7 +266,8 @@ impl Engine {
                 && state.applying_since_ms.is_none()
                 && match (state.state, best) {
                     (Some((step, _)), Some((top, _))) => step < top,
-                    (held, _) => held.is_none(),
+                    (Some((step, _)), None) => saved.is_some_and(|saved| step < saved),
+                    (None, _) => true,
                 };
             if state.status != Status::Attached && !behind {
                 continue;

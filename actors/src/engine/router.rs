@@ -66,11 +66,12 @@ pub(super) struct Row {
 impl Engine {
     /// The step that the draft replicas are at, or will be at once they have loaded.
     pub(super) fn base_step(&self) -> Step {
+        let saved = self.latest_checkpoint().map(|checkpoint| checkpoint.step);
         self.seats
             .active(Role::Draft)
             .filter_map(|seat| self.seats.get(seat).state.map(|(step, _)| step))
             .max()
-            .or_else(|| self.latest_checkpoint().map(|checkpoint| checkpoint.step))
+            .max(saved)
             .unwrap_or_default()
     }
 
