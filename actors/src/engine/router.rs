@@ -415,7 +415,10 @@ impl Engine {
     ) {
         self.seats.get_mut(verifier).leases.remove(&row);
         let draft = Seat::draft(destination.0);
-        self.give_back(|other, state| other == row && state.is_with(verifier, generation));
+        // FENCE: since that lease the row may have been leased again, to the same verifier for another draft replica.
+        self.give_back(|other, state| {
+            other == row && state.is_with(verifier, generation) && state.destination() == Some(destination)
+        });
         if self.seats.is_current(draft, destination.1) && self.seats.get(draft).is_active() {
             self.kill(draft, &format!("{verifier} cannot send it the {row}: {reason}"));
         }
