@@ -334,6 +334,14 @@ impl Engine {
         if removed {
             state.status = Status::Empty;
             self.notice(format!("{seat} is gone as asked"));
+            if self.seats.active(seat.role).next().is_none() {
+                // When it was asked to leave there were others.
+                self.fail(format!(
+                    "no {0} rank is left: {seat} was removed, and the others were lost too often and are not started again; \
+                     see the reasons above, and add a {0} rank before the last one leaves",
+                    seat.role
+                ));
+            }
         } else if exhausted {
             self.give_up(seat, &cause, log_tail);
         } else {
