@@ -1,6 +1,6 @@
 //! A fake intake: reads the corpus from where the journal ends, and goes on while the run is open.
 
-use eaglet_actors::engine::{Engine, Event, StoredSample};
+use eaglet_actors::engine::{Engine, Event, Phase, StoredSample};
 use eaglet_actors::journal::SampleSource;
 use eaglet_runtime::ids::Unit;
 
@@ -194,6 +194,7 @@ impl World {
         let Some(coordinator) = self.coordinator.as_ref().filter(|c| c.engine.is_prepared()) else {
             return Ok(());
         };
+        self.late_request |= coordinator.engine.phase() == Phase::Leaving;
         let quarantined = coordinator.engine.quarantined_samples();
         if quarantined.is_empty() {
             return Ok(());

@@ -48,12 +48,6 @@ impl Verifier {
     ) -> Result<(), RankFault> {
         self.check_loaded()?;
         let refused = units.iter().copied().find(|&unit| is_bad(world, unit));
-        let refused = match refused {
-            None if !world.calm && world.dice.one_in(world.plan.faults.refuse_one_in) => {
-                Some(units[world.dice.place(units.len())])
-            }
-            other => other,
-        };
         if let Some(unit) = refused {
             world.counts.note(Fault::SampleRefused);
             let reason = "its hidden states are not finite".to_owned();

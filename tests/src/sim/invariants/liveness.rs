@@ -72,7 +72,8 @@ impl Liveness {
     ) -> Result<AfterFailure, super::Broken> {
         let says = |text: &str| report.contains(text);
         let refusals = counts.of(Fault::SampleRefused) > 0;
-        let (excused, after) = if says("is not started again") {
+        let disputes = counts.of(Fault::Disagreement) + counts.of(Fault::NotFinite);
+        let (excused, after) = if says("is not started again") || says("are not started again") {
             (self.exhausted(settings), AfterFailure::LaunchAgain)
         } else if says("is not finite") {
             let after = if faults.never_finite_one_in > 0 {
@@ -80,9 +81,8 @@ impl Liveness {
             } else {
                 AfterFailure::LaunchAgain
             };
-            (counts.of(Fault::NotFinite) >= DISPUTES, after)
+            (disputes >= DISPUTES, after)
         } else if says("disagree on the gradient") {
-            let disputes = counts.of(Fault::Disagreement) + counts.of(Fault::NotFinite);
             (disputes >= DISPUTES, AfterFailure::LaunchAgain)
         } else if says("refused every sample of step") {
             let step = book.plans.get(book.committed().0 as usize);
@@ -92,8 +92,6 @@ impl Liveness {
                 .skip(book.committed().0 as usize)
                 .any(|rows| rows.iter().all(Vec::is_empty));
             (refusals && step.is_some() && empty, AfterFailure::Over)
-        } else if says("was trained before and is refused now") {
-            (faults.refuse_one_in > 0 && refusals, AfterFailure::LaunchAgain)
         } else if says("there is nothing to train") {
             (book.intake() == book.quarantined(), AfterFailure::Over)
         } else if says("checkpoint is not there") {
