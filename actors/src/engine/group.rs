@@ -23,7 +23,10 @@ impl Engine {
         let orphans: Vec<Seat> = self
             .seats
             .iter()
-            .filter(|(_, state)| state.donor == Some((seat.index, generation)))
+            .filter(|(_, state)| {
+                // Who has left since, or is about to, needs no state any more.
+                state.status == Status::Loading && state.donor == Some((seat.index, generation))
+            })
             .map(|(seat, _)| seat)
             .collect();
         for orphan in orphans {
@@ -249,7 +252,11 @@ impl Engine {
     /// Whether somebody could join at this step boundary, or wants to leave and can.
     pub(super) fn membership_changes(&self) -> bool {
         self.seats.active(Role::Draft).any(|seat| {
-            let joins = self.seats.get(seat).status == Status::Ready && !self.members.contains(&seat.index);
+            let state = self.seats.get(seat);
+            // Who still applies a step would be left out again.
+            let joins = state.status == Status::Ready
+                && state.applying_since_ms.is_none()
+                && !self.members.contains(&seat.index);
             joins || self.can_leave(seat)
         })
     }
@@ -280,10 +287,13 @@ impl Engine {
 
     fn heal(&mut self) {
         let seats: Vec<Seat> = self.seats.active(Role::Draft).collect();
+        // Steps before the latest checkpoint are not done again: whoever is left behind it reads it, too.
+        let saved = self.latest_checkpoint().map(|known| known.step);
         let best = seats
             .iter()
             .filter(|&&seat| self.seats.get(seat).status == Status::Ready)
             .filter_map(|&seat| self.seats.get(seat).state.map(|(step, _)| (step, seat)))
+            .filter(|&(step, _)| saved.is_none_or(|saved| step >= saved))
             .max_by_key(|&(step, seat)| (step, std::cmp::Reverse(seat)));
         for seat in seats {
             let state = self.seats.get(seat);
@@ -293,7 +303,8 @@ impl Engine {
                 && state.applying_since_ms.is_none()
                 && match (state.state, best) {
                     (Some((step, _)), Some((top, _))) => step < top,
-                    (held, _) => held.is_none(),
+                    (Some((step, _)), None) => saved.is_some_and(|saved| step < saved),
+                    (None, _) => true,
                 };
             if state.status != Status::Attached && !behind {
                 continue;

@@ -41,7 +41,7 @@ use eaglet_runtime::ids::{Epoch, Generation, RowId, SampleSeq, Seat, Step};
 use eaglet_runtime::samples::Location;
 pub use ledger::LedgerCounts;
 pub use replay::ReplayError;
-pub use settings::{Fall, LearningRate, Pace, RestartPolicy, Settings, WhenExhausted};
+pub use settings::{Fall, LearningRate, Length, Pace, RestartPolicy, Settings, Turn, WhenExhausted};
 pub use view::{EngineView, SeatView};
 
 use self::ledger::Ledger;

@@ -71,11 +71,12 @@ pub(super) struct Row {
 impl Engine {
     /// The step that the draft replicas are at, or will be at once they have loaded.
     pub(super) fn base_step(&self) -> Step {
+        let saved = self.latest_checkpoint().map(|checkpoint| checkpoint.step);
         self.seats
             .active(Role::Draft)
             .filter_map(|seat| self.seats.get(seat).state.map(|(step, _)| step))
             .max()
-            .or_else(|| self.latest_checkpoint().map(|checkpoint| checkpoint.step))
+            .max(saved)
             .unwrap_or_default()
     }
 
@@ -372,7 +373,7 @@ impl Engine {
         }
         if from.role == Role::Draft {
             let newcomer = self.seats.get_mut(draft);
-            if newcomer.donor == Some((from.index, sender)) {
+            if newcomer.status == Status::Loading && newcomer.donor == Some((from.index, sender)) {
                 // The state did not arrive whole: it is asked for again.
                 newcomer.donor = None;
                 newcomer.status = Status::Attached;
@@ -451,7 +452,10 @@ impl Engine {
     ) {
         self.seats.get_mut(verifier).leases.remove(&row);
         let draft = Seat::draft(destination.0);
-        self.give_back(|other, state| other == row && state.is_with(verifier, generation));
+        // FENCE: since that lease the row may have been leased again, to the same verifier for another draft replica.
+        self.give_back(|other, state| {
+            other == row && state.is_with(verifier, generation) && state.destination() == Some(destination)
+        });
         if self.seats.is_current(draft, destination.1) && self.seats.get(draft).is_active() {
             self.kill(draft, &format!("{verifier} cannot send it the {row}: {reason}"));
         }

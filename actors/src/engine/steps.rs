@@ -79,6 +79,7 @@ impl Engine {
         if self.membership_changes() && matches!(self.phase, Phase::Training) {
             self.restart_epoch();
             self.advance_group();
+            self.route();
             return;
         }
         match self.phase {
@@ -103,6 +104,7 @@ impl Engine {
             Phase::Closing { drained: false } if at < self.committed => {
                 // All replicas were lost at the very end: they catch up from a checkpoint first.
                 self.phase = Phase::Training;
+                self.route();
                 self.advance_step();
             }
             Phase::Closing { drained } => {

@@ -62,8 +62,6 @@ pub struct Faults {
     pub disagree_one_in: u32,
     /// One in so many units is refused by every verifier.
     pub bad_unit_one_in: u32,
-    /// One in so many extractions is refused for no reason.
-    pub refuse_one_in: u32,
     /// Held-out rows are refused.
     pub refuse_held_out: bool,
     /// Seats whose occupants die at their start, and how many of them do in each launch.
@@ -82,7 +80,6 @@ impl Faults {
             && self.never_finite_one_in == 0
             && self.disagree_one_in == 0
             && self.bad_unit_one_in == 0
-            && self.refuse_one_in == 0
             && !self.refuse_held_out
             && self.crash_loops.is_empty()
     }
@@ -173,6 +170,12 @@ impl Plan {
             verifier_restarts: restarts,
             draft_restarts: restarts,
         };
+        let mut faults = Faults::default();
+        if shape.added_files > 0 {
+            faults
+                .timed
+                .push((Fault::SourceAdded, calm_ms / (shape.added_files + 1)));
+        }
         Self {
             settings,
             keep: dice.between(1, 3) as usize,
@@ -181,7 +184,7 @@ impl Plan {
             held_out: dice.pick(&[0, 0, 1, 2, 5]) as u32,
             latency_ms: dice.between(0, 3),
             calm_ms,
-            faults: Faults::default(),
+            faults,
         }
     }
 
@@ -222,7 +225,6 @@ impl Plan {
             17 => faults.disagree_one_in = dice.pick(&[10, 40]),
             18 => match dice.below(4) {
                 0 => faults.refuse_held_out = true,
-                1 => faults.refuse_one_in = dice.pick(&[10, 40]),
                 _ => {
                     faults.bad_unit_one_in = dice.pick(&[4, 15]);
                     if dice.one_in(2) {
