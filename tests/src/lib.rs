@@ -7,7 +7,7 @@ pub mod traces;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
@@ -42,6 +42,20 @@ pub fn eaglet() -> PathBuf {
         binary.display()
     );
     binary
+}
+
+/// Runs a command of `eaglet` about a run directory, such as `ranks list`, and waits for its end.
+///
+/// # Panics
+/// If the process cannot be started.
+pub fn ask(directory: &Path, arguments: &[&str]) -> Output {
+    Command::new(eaglet())
+        .args(arguments)
+        .arg("--run")
+        .arg(directory)
+        .stdin(Stdio::null())
+        .output()
+        .expect("eaglet can be started")
 }
 
 /// A cluster that is running or has ended.

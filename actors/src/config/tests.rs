@@ -79,7 +79,11 @@ fn the_smallest_file_loads_with_defaults_and_numbered_seats() {
     assert_eq!(config.verifier_seats(), [Seat::verifier(0)]);
     assert!(config.run.directory.is_absolute() && config.run.directory.ends_with("runs/demo"));
     assert!(config.verifier.path.is_absolute() && config.samples.files[0].ends_with("chats.jsonl"));
-    assert_eq!(config.training, TrainingConfig::default());
+    let training = TrainingConfig {
+        rows_per_step: Some(2),
+        ..TrainingConfig::default()
+    };
+    assert_eq!(config.training, training);
     assert_eq!(config.rank(Seat::draft(1)).expect("seated").threads, 0);
     assert_eq!(config.rank(Seat::draft(2)), None);
     assert_eq!(config.threads(&config.ranks[0], 7), 2);

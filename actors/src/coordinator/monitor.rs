@@ -152,8 +152,11 @@ impl Actor for Monitor {
     ) -> Result<(), ActorProcessingErr> {
         match message {
             MonitorMessage::View(view) => {
+                let before = occupants(&state.snapshot.ranks);
                 state.look(&view);
-                state.publish(false);
+                // Whoever asks for the ranks after a change of them is to see it.
+                let is_news = occupants(&state.snapshot.ranks) != before;
+                state.publish(is_news);
             }
             MonitorMessage::Notice(notice) => {
                 let mark = if notice.warning { "! " } else { "" };
@@ -338,6 +341,11 @@ impl MonitorState {
             tracing::debug!(%error, "status.json cannot be written");
         }
     }
+}
+
+fn occupants(ranks: &[RankView]) -> Vec<(Seat, Generation, Option<u32>)> {
+    let occupant = |rank: &RankView| (rank.seat, rank.generation, rank.pid);
+    ranks.iter().map(occupant).collect()
 }
 
 fn rank_view(seat: &SeatView) -> RankView {

@@ -545,14 +545,12 @@ fn a_followed_file_that_shrinks_or_vanishes_is_a_warning_with_its_name() {
 #[test]
 fn a_retry_takes_mended_lines_under_their_numbers_and_what_is_beyond_as_new() {
     let mut world = World::new();
-    world.config.samples.min_trained_tokens = 4;
+    world.config.samples.min_trained_tokens = 8;
     // The second answer of line 2 is too short to be trained; line 3 is torn; line 4 stays bad.
-    let short = |answer: &str| {
-        two_answers(1)
-            .replace("\"yes\"", "\"yes, it is so\"")
-            .replace("\"no\"", answer)
-    };
-    let lines = [chat(1), short("\"no\""), torn(), torn()];
+    let long = "yes, and this answer is long enough to be trained";
+    let first = chat(1).replace("yes, 1", long);
+    let with = |answer: &str| two_answers(1).replace("yes", long).replace("\"no\"", &format!("{answer:?}"));
+    let lines = [first.clone(), with("no"), torn(), torn()];
     world.config.samples.files = vec![world.write("a.jsonl", &lines)];
     let launched = world.launch();
     launched.wait_for_event("prepared");
@@ -566,9 +564,9 @@ fn a_retry_takes_mended_lines_under_their_numbers_and_what_is_beyond_as_new() {
     world.write(
         "a.jsonl",
         &[
-            chat(1),
-            short("\"no, that was not asked\""),
-            short("\"no, not this either\""),
+            first,
+            with("no, and this was not what anybody asked for"),
+            with("no, and this was not what anybody wanted either"),
             torn(),
         ],
     );
