@@ -39,9 +39,11 @@ pub(crate) fn directory(run: &RunArgs) -> Result<PathBuf, Exit> {
 /// If there are no threads to ask with, or stdout cannot be written to.
 pub(crate) fn ask(run: &RunArgs, request: OperatorRequest) -> Result<Exit> {
     match answer(run, request)? {
-        Ok(OperatorReply::Done(text)) => samples::print(|out| Ok(writeln!(out, "{text}")?)),
+        Ok(OperatorReply::Done(text)) => {
+            samples::print(|out| Ok(writeln!(out, "{}", samples::visible(&text))?))
+        }
         Ok(OperatorReply::Refused(reason)) => {
-            launch::complain(&reason);
+            launch::complain(&samples::visible(&reason));
             Ok(Exit::Failed)
         }
         Ok(OperatorReply::Ranks(_)) => anyhow::bail!("the coordinator answered something else"),

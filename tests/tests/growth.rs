@@ -49,7 +49,8 @@ fn append(path: &Path, text: &str) {
         .append(true)
         .open(path)
         .expect("it is there");
-    file.write_all(text.as_bytes()).expect("the temporary folder is writable");
+    file.write_all(text.as_bytes())
+        .expect("the temporary folder is writable");
 }
 
 fn text(path: &Path) -> &str {
@@ -61,12 +62,17 @@ fn files(paths: &[&Path]) -> String {
 }
 
 fn records(directory: &Path) -> Vec<Record> {
-    journal::read(&directory.join("journal")).expect("a journal").records
+    journal::read(&directory.join("journal"))
+        .expect("a journal")
+        .records
 }
 
 fn completed(finished: &Finished) {
     assert!(finished.status.success(), "{finished:#?}");
-    assert!(finished.lines.iter().any(|line| line.contains("completed")), "{finished:#?}");
+    assert!(
+        finished.lines.iter().any(|line| line.contains("completed")),
+        "{finished:#?}"
+    );
 }
 
 /// Waits until so many units are trained and nothing waits.
@@ -106,7 +112,11 @@ fn each_unit_was_trained_once(directory: &Path, samples: usize, passes: u32) {
     let mut places = BTreeSet::new();
     for (sample, known) in book.samples() {
         let place = (known.source.file.clone(), known.source.line, known.ordinal);
-        assert!(places.insert(place), "sample {sample} was taken in twice: {:?}", known.source);
+        assert!(
+            places.insert(place),
+            "sample {sample} was taken in twice: {:?}",
+            known.source
+        );
         for pass in 0..passes {
             let standing = known.standing(pass);
             assert!(
@@ -147,7 +157,11 @@ fn plans(records: &[Record]) -> BTreeMap<Step, Vec<Vec<Unit>>> {
 fn optimizer_steps(directory: &Path) -> u64 {
     let bytes = &final_weights(directory)["training_state.safetensors"];
     let (_, metadata) = safetensors::SafeTensors::read_metadata(bytes).expect("a training state");
-    let eaglet = metadata.metadata().as_ref().and_then(|map| map.get("eaglet")).expect("its own metadata");
+    let eaglet = metadata
+        .metadata()
+        .as_ref()
+        .and_then(|map| map.get("eaglet"))
+        .expect("its own metadata");
     let json: Value = serde_json::from_str(eaglet).expect("JSON");
     json["step"].as_u64().expect("a number")
 }
@@ -162,7 +176,13 @@ fn ten_samples_become_a_thousand_in_one_live_run() {
     let (files, watch) = (files(&[&ten]), format!("samples.watch=[{inbox:?}]"));
     let sets = [
         SETS,
-        &[&files, &watch, "samples.follow=true", "training.passes=2", "training.tokens_per_row=1024"],
+        &[
+            &files,
+            &watch,
+            "samples.follow=true",
+            "training.passes=2",
+            "training.tokens_per_row=1024",
+        ],
     ]
     .concat();
     let mut cluster = Cluster::launch(&directory, &sets);
@@ -176,14 +196,23 @@ fn ten_samples_become_a_thousand_in_one_live_run() {
     wait_for_trained(&mut cluster, 2 * 339);
     assert!(optimizer_steps(&directory) > first);
     let listed = done(&directory, &["samples", "list"]);
-    assert!(listed.contains("more.jsonl:1") && listed.lines().count() == 2, "{listed}");
+    assert!(
+        listed.contains("more.jsonl:1") && listed.lines().count() == 2,
+        "{listed}"
+    );
     let shown = done(&directory, &["samples", "show", "--sample", "10"]);
-    assert!(shown.contains("quarantined") && shown.contains("chat-10"), "{shown}");
+    assert!(
+        shown.contains("quarantined") && shown.contains("chat-10"),
+        "{shown}"
+    );
     write(&more, &chats(10..340));
     let retried = done(&directory, &["samples", "retry"]);
     assert!(retried.starts_with("1 samples are pending again"), "{retried}");
     wait_for_trained(&mut cluster, 2 * 340);
-    assert_eq!(done(&directory, &["samples", "list"]).trim(), "no sample is quarantined");
+    assert_eq!(
+        done(&directory, &["samples", "list"]).trim(),
+        "no sample is quarantined"
+    );
 
     // A file that grows, and a folder in which files appear.
     let grown = chats(340..670);
@@ -202,7 +231,10 @@ fn ten_samples_become_a_thousand_in_one_live_run() {
     assert_eq!(processes_of(&directory), Vec::<u32>::new());
     assert!(!directory.join("coordinator.json").exists());
     each_unit_was_trained_once(&directory, 1000, 2);
-    assert_eq!(optimizer_steps(&directory), plans(&records(&directory)).len() as u64);
+    assert_eq!(
+        optimizer_steps(&directory),
+        plans(&records(&directory)).len() as u64
+    );
 }
 
 #[test]
@@ -225,7 +257,11 @@ fn a_coordinator_that_is_killed_while_a_file_is_added_loses_and_doubles_nothing(
         let book = SampleBook::of(&records);
         (book.samples().count() > 80 && plans(&records).len() > 4).then_some(())
     });
-    let ranks = [cluster.rank("draft", 0), cluster.rank("draft", 1), cluster.rank("verifier", 0)];
+    let ranks = [
+        cluster.rank("draft", 0),
+        cluster.rank("draft", 1),
+        cluster.rank("verifier", 0),
+    ];
     cluster.signal(Signal::KILL);
     cluster.wait_until_gone(&ranks);
     drop(cluster);
@@ -248,7 +284,10 @@ fn a_coordinator_that_is_killed_while_a_file_is_added_loses_and_doubles_nothing(
     let after = plans(&records(&directory));
     assert!(after.len() > before.len());
     for (step, rows) in &before {
-        assert_eq!(&after[step], rows, "the rows of step {step} were decided before the crash");
+        assert_eq!(
+            &after[step], rows,
+            "the rows of step {step} were decided before the crash"
+        );
     }
 
     // Without a checkpoint all steps are done again from the journal: to the same weights.
@@ -256,7 +295,10 @@ fn a_coordinator_that_is_killed_while_a_file_is_added_loses_and_doubles_nothing(
     std::fs::remove_dir_all(directory.join("checkpoints")).expect("its checkpoints");
     completed(&Cluster::launch(&directory, &sets).finish());
     for (name, bytes) in final_weights(&directory) {
-        assert!(bytes == weights[name], "{name} differs after all steps were done again");
+        assert!(
+            bytes == weights[name],
+            "{name} differs after all steps were done again"
+        );
     }
 }
 
@@ -288,12 +330,17 @@ fn run_of_three_files(
 fn wait_for_ranks(cluster: &mut Cluster, what: &str, mut are: impl FnMut(&dyn Fn(&str) -> Value) -> bool) {
     let directory = cluster.directory().to_owned();
     cluster.wait(what, |_| {
-        let ranks: Value = serde_json::from_str(&done(&directory, &["ranks", "list", "--json"])).expect("JSON");
+        let ranks: Value =
+            serde_json::from_str(&done(&directory, &["ranks", "list", "--json"])).expect("JSON");
         let rank = |seat: &str| {
             let ranks = ranks.as_array().expect("a list");
             let is_it = |rank: &&Value| {
                 let place = &rank["seat"];
-                format!("{}-{}", place["role"].as_str().unwrap_or_default(), place["index"]) == seat
+                format!(
+                    "{}-{}",
+                    place["role"].as_str().unwrap_or_default(),
+                    place["index"]
+                ) == seat
             };
             ranks.iter().find(is_it).cloned().unwrap_or(Value::Null)
         };
@@ -333,7 +380,9 @@ fn ranks_that_come_and_go_leave_the_weights_of_the_quiet_run() {
         1 => {
             done(&directory, &["ranks", "remove", "draft-0"]);
             wait_for_ranks(cluster, "draft-2 in the place of draft-0", |rank| {
-                rank("draft-0")["pid"].is_null() && lanes(&rank("draft-1")) == 1 && lanes(&rank("draft-2")) == 1
+                rank("draft-0")["pid"].is_null()
+                    && lanes(&rank("draft-1")) == 1
+                    && lanes(&rank("draft-2")) == 1
             });
         }
         _ => {
@@ -341,7 +390,9 @@ fn ranks_that_come_and_go_leave_the_weights_of_the_quiet_run() {
             assert!(done(&directory, &["ranks", "restart", "draft-1"]).contains("draft-1 is restarted"));
             done(&directory, &["ranks", "restart", "verifier-0"]);
             wait_for_ranks(cluster, "another draft-1", |rank| {
-                rank("draft-1")["pid"].as_u64().is_some_and(|pid| pid != u64::from(before))
+                rank("draft-1")["pid"]
+                    .as_u64()
+                    .is_some_and(|pid| pid != u64::from(before))
             });
         }
     });

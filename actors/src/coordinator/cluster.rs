@@ -16,6 +16,7 @@ use tokio::sync::oneshot;
 
 use super::host::Host;
 use super::intake::{IntakeItem, IntakeRequest};
+use super::is_secret;
 use super::monitor::MonitorMessage;
 use super::operator::{Reply, Tickets};
 use super::proxy::{ProxyArguments, ProxyMessage, RankProxy};
@@ -80,7 +81,7 @@ impl Admit for Gate {
                 attach.protocol
             ));
         }
-        if attach.token != self.token {
+        if !is_secret(&attach.token, &self.token) {
             return Err("the rank belongs to another launch".to_owned());
         }
         let key = (attach.seat, attach.generation);
@@ -156,9 +157,11 @@ impl Actor for Cluster {
         match message {
             ClusterMessage::Event(event) => state.feed(&myself, event).await,
             ClusterMessage::Tell(event, done) => {
-                state.feed(&myself, event).await;
-                // An intake that has gone away needs no reply.
-                let _ = done.send(());
+                if state.takes_samples() {
+                    state.feed(&myself, event).await;
+                    // An intake that has gone away needs no reply.
+                    let _ = done.send(());
+                }
             }
             ClusterMessage::Notice(notice) => state.tell_people(notice),
             ClusterMessage::ChangeSeat(change, reply) => {
@@ -167,9 +170,11 @@ impl Actor for Cluster {
             }
             ClusterMessage::Read(request) => state.read(request),
             ClusterMessage::Intake(items, done) => {
-                state.intake(&myself, items).await;
-                // An intake that has gone away needs no reply.
-                let _ = done.send(());
+                if state.takes_samples() {
+                    state.intake(&myself, items).await;
+                    // As above.
+                    let _ = done.send(());
+                }
             }
             ClusterMessage::Stop => {
                 for proxy in state.arguments.registry.proxies().values() {
@@ -237,6 +242,11 @@ fn commits(command: &Command) -> bool {
 }
 
 impl ClusterState {
+    /// Whether the journal still grows. If it does not, the intake gets no reply, and promises nobody anything.
+    fn takes_samples(&self) -> bool {
+        !self.broken && self.arguments.engine.phase() != Phase::Finished
+    }
+
     async fn feed(&mut self, myself: &ActorRef<ClusterMessage>, event: Event) {
         if self.broken {
             return;

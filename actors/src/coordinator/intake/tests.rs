@@ -549,7 +549,11 @@ fn a_retry_takes_mended_lines_under_their_numbers_and_what_is_beyond_as_new() {
     // The second answer of line 2 is too short to be trained; line 3 is torn; line 4 stays bad.
     let long = "yes, and this answer is long enough to be trained";
     let first = chat(1).replace("yes, 1", long);
-    let with = |answer: &str| two_answers(1).replace("yes", long).replace("\"no\"", &format!("{answer:?}"));
+    let with = |answer: &str| {
+        two_answers(1)
+            .replace("yes", long)
+            .replace("\"no\"", &format!("{answer:?}"))
+    };
     let lines = [first.clone(), with("no"), torn(), torn()];
     world.config.samples.files = vec![world.write("a.jsonl", &lines)];
     let launched = world.launch();
