@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use eaglet_runtime::digest::Digest;
 use serde_json::Value;
 
 use crate::{Finished, final_weights, processes_of};
@@ -91,15 +92,15 @@ pub fn nothing_is_left(directory: &Path, tokens: &BTreeSet<String>) {
 /// Names of abstract sockets that belong to launches with these tokens.
 pub fn sockets(tokens: &BTreeSet<String>) -> Vec<String> {
     let table = std::fs::read_to_string("/proc/net/unix").expect("every Linux has it");
+    let launches: Vec<String> = tokens
+        .iter()
+        .map(|token| format!("eaglet-{}", &Digest::of(token.as_bytes()).to_string()[..12]))
+        .collect();
     table
         .lines()
         .filter_map(|line| line.rsplit_once('@'))
         .map(|(_, name)| name)
-        .filter(|name| {
-            tokens
-                .iter()
-                .any(|token| name.starts_with(&format!("eaglet-{}", &token[..12])))
-        })
+        .filter(|name| launches.iter().any(|launch| name.starts_with(launch)))
         .map(str::to_owned)
         .collect()
 }
