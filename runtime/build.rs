@@ -1,7 +1,7 @@
 //! Generates the client and server of the control service; no protobuf compiler is involved.
 
 fn main() {
-    let method = tonic_build::manual::Method::builder()
+    let attach = tonic_build::manual::Method::builder()
         .name("attach")
         .route_name("Attach")
         .input_type("crate::control::RankEvent")
@@ -10,11 +10,19 @@ fn main() {
         .client_streaming()
         .server_streaming()
         .build();
+    let operate = tonic_build::manual::Method::builder()
+        .name("operate")
+        .route_name("Operate")
+        .input_type("crate::control::OperatorCall")
+        .output_type("crate::control::OperatorReply")
+        .codec_path("crate::control::BincodeCodec")
+        .build();
     let service = tonic_build::manual::Service::builder()
         .name("Control")
         .package("eaglet")
-        .comment("One stream per rank incarnation.")
-        .method(method)
+        .comment("One stream per rank incarnation, and single calls of operators.")
+        .method(attach)
+        .method(operate)
         .build();
     tonic_build::manual::Builder::new().compile(&[service]);
 }

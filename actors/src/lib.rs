@@ -3,6 +3,7 @@
 pub mod config;
 pub mod coordinator;
 pub mod engine;
+pub mod faults;
 pub mod journal;
 pub mod monitor;
 pub mod rank;

@@ -10,7 +10,7 @@ use eaglet_runtime::verifier::{VerifierConfig, VerifierError, VerifierFiles};
 
 use serde_json::Value;
 
-use crate::config::{ClusterConfig, RankConfig, RestartsConfig, Schedule};
+use crate::config::{ClusterConfig, RankConfig, RestartsConfig, SamplesConfig, Schedule};
 use crate::engine::{Fall, LearningRate, RestartPolicy, Settings};
 
 /// Rows are extracted for so many steps ahead of the one that is trained.
@@ -209,6 +209,10 @@ fn decisive(config: &ClusterConfig) -> Result<Value, serde_json::Error> {
     (training.evaluate_every_steps, training.max_new_tokens) = (0, 0);
     let mut samples = config.samples.clone();
     samples.held_out_rows = 0;
+    // How samples arrive decides nothing: which ones have come, and in which order, stands in the journal.
+    let unset = SamplesConfig::default();
+    (samples.watch, samples.follow, samples.open) = (unset.watch, unset.follow, unset.open);
+    samples.poll_interval_ms = unset.poll_interval_ms;
     Ok(serde_json::json!({
         "run": { "seed": config.run.seed },
         "verifier": { "aux_layers": config.verifier.aux_layers },
@@ -249,7 +253,7 @@ pub fn settings(config: &ClusterConfig, contract: Contract) -> Settings {
     Settings {
         lanes: config.rows_per_step(),
         seats: config.ranks.iter().map(RankConfig::seat).collect(),
-        open: false,
+        open: config.samples.is_open(),
         contract,
         recipe: digest(config),
         tokens_per_row: config.training.tokens_per_row as u32,

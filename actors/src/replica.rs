@@ -21,6 +21,7 @@ use eaglet_runtime::samples::{DraftVocabulary, VocabularyError};
 use eaglet_runtime::verifier::{FrozenParts, VerifierError};
 
 use crate::config::ClusterConfig;
+use crate::faults::{self, Point};
 use crate::recipe::{self, RecipeError};
 
 /// File of a checkpoint that a run resumes from.
@@ -331,6 +332,7 @@ impl Replica {
             ];
             let (d2t, t2d) = (self.vocabulary.d2t(), self.vocabulary.t2d());
             checkpoint::export(folder, &self.export, trained.chain(fixed), Some(&d2t), Some(&t2d))?;
+            faults::pass(Point::Saving, Some(self.step));
             let state = StateView {
                 step: self.step,
                 parameters: &self.parameters,

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use eaglet_runtime::ids::Seat;
+use eaglet_runtime::ids::{Role, Seat};
 
 /// Trains EAGLE-3 draft models on a supervised cluster of ranks.
 #[derive(Debug, Parser)]
@@ -20,9 +20,15 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Start a cluster, or go on with a run that was stopped, and show its progress.
     Launch(LaunchArgs),
-    /// Look at samples.
+    /// Look at the ranks of a live run, or change them.
+    #[command(subcommand)]
+    Ranks(RanksCommand),
+    /// Look at samples, or give a live run more of them.
     #[command(subcommand)]
     Samples(SamplesCommand),
+    /// Measure what this machine does.
+    #[command(subcommand)]
+    Bench(BenchCommand),
     /// Be the occupant of a seat; started by the coordinator.
     #[command(hide = true)]
     Rank(RankArgs),
@@ -91,27 +97,155 @@ pub(crate) struct RankArgs {
     pub(crate) log_format: LogFormat,
 }
 
+/// Which run is meant.
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    /// Directory of the run; default: the one that the cluster file names.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) run: Option<PathBuf>,
+    /// The cluster file.
+    #[arg(long, value_name = "CLUSTER_TOML", default_value = "cluster.toml")]
+    pub(crate) cluster: PathBuf,
+    /// Override a key of the cluster file; may be repeated.
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
+    pub(crate) sets: Vec<String>,
+}
+
+/// `eaglet ranks`.
+#[derive(Debug, Subcommand)]
+pub(crate) enum RanksCommand {
+    /// Print the ranks of a live run.
+    List {
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+        #[command(flatten)]
+        run: RunArgs,
+    },
+    /// Start a rank more; the weights do not change by it.
+    Add {
+        /// What it does.
+        #[arg(long)]
+        role: RoleArg,
+        /// CPU threads it computes with; 0 takes an even share of the machine's cores.
+        #[arg(long, default_value_t = 0)]
+        threads: u16,
+        #[command(flatten)]
+        run: RunArgs,
+    },
+    /// Let a rank leave at the next step boundary; its seat stays empty.
+    Remove {
+        /// Its seat, as in draft-1.
+        seat: Seat,
+        #[command(flatten)]
+        run: RunArgs,
+    },
+    /// Kill a rank and fill its seat again, or fill a seat that was given up.
+    Restart {
+        /// Its seat, as in draft-1.
+        seat: Seat,
+        #[command(flatten)]
+        run: RunArgs,
+    },
+}
+
+/// What a rank does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum RoleArg {
+    /// Extracts hidden states.
+    Verifier,
+    /// Trains the draft.
+    Draft,
+}
+
+impl From<RoleArg> for Role {
+    fn from(role: RoleArg) -> Self {
+        match role {
+            RoleArg::Verifier => Self::Verifier,
+            RoleArg::Draft => Self::Draft,
+        }
+    }
+}
+
 /// `eaglet samples`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum SamplesCommand {
+    /// Have a live run read more files.
+    Add {
+        /// JSONL files of conversations.
+        #[arg(required = true)]
+        files: Vec<PathBuf>,
+        #[command(flatten)]
+        run: RunArgs,
+    },
+    /// Have an open run read nothing more, so that it ends when all is trained.
+    Close {
+        #[command(flatten)]
+        run: RunArgs,
+    },
+    /// Print the samples of a run that are quarantined, with their reasons; the run may be live or not.
+    List {
+        /// Print every sample, with where each of its passes stands.
+        #[arg(long)]
+        all: bool,
+        #[command(flatten)]
+        run: RunArgs,
+    },
     /// Print samples as they are trained; what the draft learns is highlighted.
     Show(ShowArgs),
+    /// Have a live run try quarantined samples again, after their lines were mended.
+    Retry {
+        /// Their numbers; none stands for all that are quarantined.
+        samples: Vec<u64>,
+        #[command(flatten)]
+        run: RunArgs,
+    },
 }
 
 /// `eaglet samples show`.
 #[derive(Debug, Args)]
 pub(crate) struct ShowArgs {
-    /// A JSONL file of conversations.
-    pub(crate) file: PathBuf,
-    /// The cluster file that names the verifier, whose tokenizer and template are used.
+    /// A JSONL file of conversations; the verifier of the cluster file reads it.
+    #[arg(required_unless_present = "sample")]
+    pub(crate) file: Option<PathBuf>,
+    /// A sample of a run instead, by its number in `eaglet samples list`.
+    #[arg(long, value_name = "N", conflicts_with_all = ["file", "count"])]
+    pub(crate) sample: Option<u64>,
+    /// How many samples of the file to print.
+    #[arg(short = 'n', long, default_value_t = 3)]
+    pub(crate) count: usize,
+    #[command(flatten)]
+    pub(crate) run: RunArgs,
+}
+
+/// `eaglet bench`.
+#[derive(Debug, Subcommand)]
+pub(crate) enum BenchCommand {
+    /// Hurt a small cluster again and again: how long until a fault is noticed, and until training goes on.
+    Recovery(RecoveryArgs),
+}
+
+/// `eaglet bench recovery`.
+#[derive(Debug, Args)]
+pub(crate) struct RecoveryArgs {
+    /// The cluster file that names verifier and samples; its ranks and its training are replaced.
     #[arg(long, default_value = "cluster.toml")]
     pub(crate) cluster: PathBuf,
     /// Override a key of the cluster file; may be repeated.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     pub(crate) sets: Vec<String>,
-    /// How many samples to print.
-    #[arg(short = 'n', long, default_value_t = 3)]
-    pub(crate) count: usize,
+    /// How many draft ranks.
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(crate) drafts: u16,
+    /// Weights and moments of a draft rank, in MB.
+    #[arg(long, default_value_t = 100)]
+    pub(crate) state_mb: usize,
+    /// How often each fault strikes each role.
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) repeats: u32,
+    /// Print one JSON object with all samples instead of a table.
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 /// `eaglet live-picture`.
@@ -225,6 +359,50 @@ mod tests {
                 .contains("`draft1` is no seat; seats are written like draft-0"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn commands_to_a_run_are_read() {
+        let read = |words: &[&str]| Cli::try_parse_from([&["eaglet"], words].concat()).map(|cli| cli.command);
+        let add = read(&[
+            "ranks",
+            "add",
+            "--role",
+            "draft",
+            "--threads",
+            "2",
+            "--run",
+            "runs/a",
+        ]);
+        let Ok(Command::Ranks(RanksCommand::Add { role, threads, run })) = add else {
+            panic!("{add:?}")
+        };
+        assert_eq!((Role::from(role), threads), (Role::Draft, 2));
+        assert_eq!(run.run, Some(PathBuf::from("runs/a")));
+        let remove = read(&["ranks", "remove", "verifier-1"]);
+        let Ok(Command::Ranks(RanksCommand::Remove { seat, run })) = remove else {
+            panic!("{remove:?}")
+        };
+        assert_eq!(
+            (seat, run.cluster),
+            (Seat::verifier(1), PathBuf::from("cluster.toml"))
+        );
+        let retry = read(&["samples", "retry", "3", "5"]);
+        let Ok(Command::Samples(SamplesCommand::Retry { samples, .. })) = retry else {
+            panic!("{retry:?}")
+        };
+        assert_eq!(samples, [3, 5]);
+        for wrong in [
+            &["samples", "add"][..],
+            &["samples", "show"],
+            &["samples", "show", "a.jsonl", "--sample", "1"],
+            &["ranks", "add", "--role", "drafts"],
+            &["ranks", "restart", "draft"],
+        ] {
+            assert!(read(wrong).is_err(), "{wrong:?}");
+        }
+        assert!(read(&["samples", "show", "a.jsonl", "-n", "2"]).is_ok());
+        assert!(read(&["samples", "show", "--sample", "1", "--run", "runs/a"]).is_ok());
     }
 
     #[test]

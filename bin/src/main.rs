@@ -1,30 +1,33 @@
 //! The `eaglet` command.
 
+mod bench;
 mod cli;
 mod launch;
 mod live;
 mod logging;
 mod plain;
+mod ranks;
+mod run;
 mod samples;
+mod table;
 
-use std::io::{self, IsTerminal, Write};
-use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Parser;
-use eaglet_actors::config::{self, ClusterConfig};
 
-use cli::{Cli, Command, Exit, PictureArgs, SamplesCommand, ShowArgs};
+use cli::{BenchCommand, Cli, Command, Exit, PictureArgs, RecoveryArgs};
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
-        Command::Launch(arguments) => match load(&arguments.cluster, &arguments.sets) {
+        Command::Launch(arguments) => match run::load(&arguments.cluster, &arguments.sets) {
             Ok(config) => launch::launch(&arguments, config),
             Err(exit) => Ok(exit),
         },
         Command::Rank(arguments) => launch::occupy(&arguments),
-        Command::Samples(SamplesCommand::Show(arguments)) => show(&arguments),
+        Command::Bench(BenchCommand::Recovery(arguments)) => bench_recovery(&arguments),
+        Command::Ranks(command) => ranks::command(&command),
+        Command::Samples(command) => samples::command(&command),
         Command::LivePicture(arguments) => picture(&arguments),
     };
     let exit = result.unwrap_or_else(|error| {
@@ -34,35 +37,11 @@ fn main() -> ExitCode {
     exit.into()
 }
 
-/// Reads the cluster file and all that overrides it; prints its problems, one a line, if there are any.
-fn load(path: &Path, sets: &[String]) -> Result<ClusterConfig, Exit> {
-    ClusterConfig::load(path, config::environment(), sets).map_err(|error| {
-        // If stderr is gone there is nobody left who could be told.
-        let _ = writeln!(io::stderr().lock(), "{error}");
-        Exit::BadInput
-    })
-}
-
-fn show(arguments: &ShowArgs) -> Result<Exit> {
-    let config = match load(&arguments.cluster, &arguments.sets) {
-        Ok(config) => config,
-        Err(exit) => return Ok(exit),
-    };
-    let mut out = io::BufWriter::new(io::stdout().lock());
-    let colour = io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-    let shown = samples::show(arguments, &config, &mut out, colour).and_then(|()| Ok(out.flush()?));
-    match shown {
-        // A pager that was left early has seen what it wanted.
-        Err(error) if is_broken_pipe(&error) => Ok(Exit::Done),
-        shown => shown.map(|()| Exit::Done),
+fn bench_recovery(arguments: &RecoveryArgs) -> Result<Exit> {
+    match run::load(&arguments.cluster, &arguments.sets) {
+        Ok(config) => bench::recovery(arguments, config, &mut std::io::stdout().lock()).map(|()| Exit::Done),
+        Err(exit) => Ok(exit),
     }
-}
-
-fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    let mut causes = error
-        .chain()
-        .filter_map(|cause| cause.downcast_ref::<io::Error>());
-    causes.any(|cause| cause.kind() == io::ErrorKind::BrokenPipe)
 }
 
 fn picture(arguments: &PictureArgs) -> Result<Exit> {

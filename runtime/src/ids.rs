@@ -173,6 +173,14 @@ pub enum RowId {
 }
 
 impl RowId {
+    /// The step that a row is trained in.
+    pub const fn step(self) -> Option<Step> {
+        match self {
+            Self::Train { step, .. } => Some(step),
+            Self::HeldOut { .. } => None,
+        }
+    }
+
     /// The lane whose work this row is.
     pub const fn lane(self) -> u16 {
         match self {

@@ -1,11 +1,13 @@
 //! Harness of the whole-cluster tests: real processes of the real binary, in run directories of their own.
 
+pub mod drill;
 pub mod sim;
+pub mod traces;
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
@@ -42,6 +44,20 @@ pub fn eaglet() -> PathBuf {
     binary
 }
 
+/// Runs a command of `eaglet` about a run directory, such as `ranks list`, and waits for its end.
+///
+/// # Panics
+/// If the process cannot be started.
+pub fn ask(directory: &Path, arguments: &[&str]) -> Output {
+    Command::new(eaglet())
+        .args(arguments)
+        .arg("--run")
+        .arg(directory)
+        .stdin(Stdio::null())
+        .output()
+        .expect("eaglet can be started")
+}
+
 /// A cluster that is running or has ended.
 pub struct Cluster {
     child: Child,
@@ -56,6 +72,14 @@ impl Cluster {
     /// # Panics
     /// If the process cannot be started.
     pub fn launch(directory: &Path, sets: &[&str]) -> Self {
+        Self::launch_with_faults(directory, sets, "")
+    }
+
+    /// As [`Self::launch`], with faults on purpose.
+    ///
+    /// # Panics
+    /// If the process cannot be started.
+    pub fn launch_with_faults(directory: &Path, sets: &[&str], faults: &str) -> Self {
         let mut command = Command::new(eaglet());
         command
             .arg("launch")
@@ -69,6 +93,7 @@ impl Cluster {
         }
         let errors = std::fs::File::create(directory.with_extension("stderr")).expect("a file for stderr");
         let mut child = command
+            .env("EAGLET_FAULTS", faults)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(errors)

@@ -1,6 +1,6 @@
 //! Rules that span several keys or look at the file system. Rules of one key are in `keys`.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use eaglet_runtime::ids::Role;
 
@@ -9,10 +9,9 @@ use super::layers::Layers;
 use super::sections::{RankConfig, Schedule};
 
 /// Keys that have no default.
-const REQUIRED: [(&str, &str); 3] = [
+const REQUIRED: [(&str, &str); 2] = [
     ("run.name", "a run needs one, for example name = \"demo\""),
     ("verifier.path", "name the verifier's folder"),
-    ("samples.files", "name at least one JSONL file"),
 ];
 
 /// Reports required keys that no layer holds. A rank without a role takes all ranks out of the later checks.
@@ -144,9 +143,16 @@ fn training(config: &ClusterConfig, checker: &mut Checker<'_>) {
 
 fn samples(config: &ClusterConfig, checker: &mut Checker<'_>) {
     let samples = &config.samples;
-    checker.rule(!samples.files.is_empty(), &["samples.files"], || {
-        "samples.files is empty; name at least one JSONL file".to_owned()
+    let some = !samples.files.is_empty() || !samples.watch.is_empty();
+    let said = if checker.layers.is_set("samples.files") {
+        "empty"
+    } else {
+        "missing"
+    };
+    checker.rule(some, &["samples.files", "samples.watch"], || {
+        format!("samples.files is {said}; name at least one JSONL file, or a folder in samples.watch")
     });
+    folders(&samples.watch, checker);
     let lists = [
         ("samples.files", &samples.files),
         ("samples.held_out", &samples.held_out),
@@ -186,6 +192,21 @@ fn samples(config: &ClusterConfig, checker: &mut Checker<'_>) {
     checker.rule(samples.held_out_every != 1, &["samples.held_out_every"], || {
         "samples.held_out_every = 1 holds every sample out; take 2 or more, or 0 to hold none out".to_owned()
     });
+}
+
+fn folders(watch: &[PathBuf], checker: &mut Checker<'_>) {
+    for (index, folder) in watch.iter().enumerate() {
+        let path = format!("samples.watch[{index}]");
+        checker.rule(folder.is_dir(), &[&path], || {
+            format!(
+                "samples.watch: there is no folder {}; make it first, paths are relative to the cluster file",
+                folder.display()
+            )
+        });
+        checker.rule(!watch[..index].contains(folder), &[&path], || {
+            format!("samples.watch: {} is named twice", folder.display())
+        });
+    }
 }
 
 fn supervision(config: &ClusterConfig, checker: &mut Checker<'_>) {

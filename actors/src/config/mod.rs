@@ -122,7 +122,12 @@ impl ClusterConfig {
         if self.run.directory.as_os_str().is_empty() {
             self.run.directory = Path::new("runs").join(&self.run.name);
         }
-        let files = self.samples.files.iter_mut().chain(&mut self.samples.held_out);
+        let samples = &mut self.samples;
+        let files = samples
+            .files
+            .iter_mut()
+            .chain(&mut samples.watch)
+            .chain(&mut samples.held_out);
         for path in files.chain([&mut self.run.directory, &mut self.verifier.path]) {
             if !path.as_os_str().is_empty() {
                 // Joining component by component drops `.`, so that one file has one spelling.
@@ -168,6 +173,18 @@ impl ClusterConfig {
     /// If the text is no resolved configuration.
     pub fn from_resolved(text: &str) -> Result<Self, toml::de::Error> {
         toml::from_str(text)
+    }
+
+    /// Adds a rank that came to the live run. One that is there already, because `cluster.toml` names it or because it
+    /// came back, is left as it is.
+    pub fn add_rank(&mut self, seat: Seat, threads: usize) {
+        if self.rank(seat).is_none() {
+            self.ranks.push(RankConfig {
+                seat: seat.index,
+                threads,
+                ..RankConfig::new(seat.role)
+            });
+        }
     }
 
     /// Rows of each step.

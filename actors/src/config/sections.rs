@@ -217,8 +217,19 @@ pub enum TooLong {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SamplesConfig {
-    /// JSONL files of conversations, in training order. Required.
+    /// JSONL files of conversations, in training order. Required, unless `watch` names a folder.
     pub files: Vec<PathBuf>,
+    /// Folders whose `.jsonl` and `.json` files are read as they appear, sorted by name; not their subfolders, and no file
+    /// whose name begins with a dot. Implies `open`. Default none.
+    pub watch: Vec<PathBuf>,
+    /// Files may grow while they are read: what is appended to them is read, and a last line without its newline is left
+    /// until it has one. Implies `open`. Default false.
+    pub follow: bool,
+    /// The run waits for more samples when all are trained. It ends by `eaglet samples close`, by `training.steps` or
+    /// when it is stopped. Default false.
+    pub open: bool,
+    /// Time between two looks at watched folders and growing files, in ms. Default 1000.
+    pub poll_interval_ms: u64,
     /// JSONL files that are only evaluated. Default none.
     pub held_out: Vec<PathBuf>,
     /// Without `held_out` files, every n-th sample is held out; 0 holds none out. Default 0.
@@ -237,6 +248,10 @@ impl Default for SamplesConfig {
     fn default() -> Self {
         Self {
             files: Vec::new(),
+            watch: Vec::new(),
+            follow: false,
+            open: false,
+            poll_interval_ms: 1000,
             held_out: Vec::new(),
             held_out_every: 0,
             held_out_rows: 4,
@@ -244,6 +259,18 @@ impl Default for SamplesConfig {
             min_trained_tokens: 1,
             too_long: TooLong::Truncate,
         }
+    }
+}
+
+impl SamplesConfig {
+    /// Whether the run waits for more samples when all are trained.
+    pub fn is_open(&self) -> bool {
+        self.open || self.follow || !self.watch.is_empty()
+    }
+
+    /// `poll_interval_ms` as a duration.
+    pub const fn poll_interval(&self) -> Duration {
+        Duration::from_millis(self.poll_interval_ms)
     }
 }
 

@@ -79,7 +79,11 @@ fn the_smallest_file_loads_with_defaults_and_numbered_seats() {
     assert_eq!(config.verifier_seats(), [Seat::verifier(0)]);
     assert!(config.run.directory.is_absolute() && config.run.directory.ends_with("runs/demo"));
     assert!(config.verifier.path.is_absolute() && config.samples.files[0].ends_with("chats.jsonl"));
-    assert_eq!(config.training, TrainingConfig::default());
+    let training = TrainingConfig {
+        rows_per_step: Some(2),
+        ..TrainingConfig::default()
+    };
+    assert_eq!(config.training, training);
     assert_eq!(config.rank(Seat::draft(1)).expect("seated").threads, 0);
     assert_eq!(config.rank(Seat::draft(2)), None);
     assert_eq!(config.threads(&config.ranks[0], 7), 2);
@@ -321,7 +325,35 @@ fn folders_and_files_must_exist() {
         ),
         [
             "cluster.toml:5: verifier.path: empty holds no config.json; it must be a model in the Hugging Face layout",
-            "cluster.toml:8: samples.files is empty; name at least one JSONL file",
+            "cluster.toml:8: samples.files is empty; name at least one JSONL file, or a folder in samples.watch",
+        ]
+    );
+}
+
+#[test]
+fn a_run_may_begin_with_nothing_but_a_watched_folder() {
+    let watched = load(&GOOD.replace("files = [\"chats.jsonl\"]", "watch = [\"empty\"]"));
+    assert!(watched.samples.is_open() && watched.samples.watch[0].is_absolute());
+    let with = |lines: &str| load(&GOOD.replace("[samples]", &format!("[samples]\n{lines}"))).samples;
+    assert!(with("follow = true").is_open() && with("open = true").is_open());
+    assert!(!with("poll_interval_ms = 20").is_open());
+    assert_eq!(
+        problems(&GOOD.replace(
+            "files = [\"chats.jsonl\"]",
+            "watch = [\"empty\", \"nowhere\", \"./empty\", \"chats.jsonl\"]"
+        )),
+        [
+            "cluster.toml:8: samples.watch: empty is named twice",
+            "cluster.toml:8: samples.watch: there is no folder chats.jsonl; make it first, paths are relative to the \
+             cluster file",
+            "cluster.toml:8: samples.watch: there is no folder nowhere; make it first, paths are relative to the cluster \
+             file",
+        ]
+    );
+    assert_eq!(
+        problems(&GOOD.replace("files = [\"chats.jsonl\"]", "files = []\nopen = true")),
+        [
+            "cluster.toml:8: samples.files is empty; name at least one JSONL file, or a folder in samples.watch"
         ]
     );
 }
@@ -384,7 +416,7 @@ fn what_is_missing_and_what_is_no_toml_is_said() {
             "cluster.toml: no rank has the role \"verifier\", so nothing would extract hidden states; \
              add [[ranks]] with role = \"verifier\"",
             "cluster.toml: run.name is missing; a run needs one, for example name = \"demo\"",
-            "cluster.toml: samples.files is missing; name at least one JSONL file",
+            "cluster.toml: samples.files is missing; name at least one JSONL file, or a folder in samples.watch",
             "cluster.toml: verifier.path is missing; name the verifier's folder",
             "cluster.toml:1: training must be a section, written [training]",
         ]

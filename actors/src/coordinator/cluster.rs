@@ -7,36 +7,43 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use eaglet_runtime::control::transport::{Accepted, Admit};
-use eaglet_runtime::control::{Acceptance, CoordinatorCommand, Extraction, PROTOCOL};
-use eaglet_runtime::ids::{Generation, RowId, Seat, Unit};
+use eaglet_runtime::control::{Acceptance, CoordinatorCommand, Extraction, PROTOCOL, RankEvent};
+use eaglet_runtime::ids::{Generation, RowId, Seat, Step, Unit};
 use eaglet_runtime::row::{PackedRow, Sample};
 use eaglet_runtime::samples::{Location, SampleStore, StoreError};
 use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef, RpcReplyPort, SupervisionEvent};
 use tokio::sync::oneshot;
 
 use super::host::Host;
+use super::intake::{IntakeItem, IntakeRequest};
+use super::is_secret;
 use super::monitor::MonitorMessage;
+use super::operator::{Reply, Tickets};
 use super::proxy::{ProxyArguments, ProxyMessage, RankProxy};
-use crate::engine::{Command, Engine, Event, Outcome};
-use crate::journal::{Journal, SampleSource};
+use crate::config::ClusterConfig;
+use crate::engine::{Command, Engine, Event, Notice, Outcome, Phase, SeatChange, StoredSample};
+use crate::faults::{self, Point};
+use crate::journal::{Journal, Record};
 
 const TICK: Duration = Duration::from_millis(100);
 
 /// The actor.
 pub(super) struct Cluster;
 
-/// A sample on its way in.
-pub(super) struct IntakeItem {
-    pub(super) source: SampleSource,
-    pub(super) verdict: Result<Sample, String>,
-}
-
 /// What it reacts to.
 pub(super) enum ClusterMessage {
     /// For the engine.
     Event(Event),
+    /// For the engine; the reply comes when it has been acted upon.
+    Tell(Event, RpcReplyPort<()>),
     /// Samples to store and to number; the reply is the back-pressure.
     Intake(Vec<IntakeItem>, RpcReplyPort<()>),
+    /// A line for the user.
+    Notice(Notice),
+    /// An operator wants other ranks.
+    ChangeSeat(SeatChange, Reply),
+    /// An operator wants something read.
+    Read(IntakeRequest),
     /// End at once.
     Stop,
 }
@@ -74,7 +81,7 @@ impl Admit for Gate {
                 attach.protocol
             ));
         }
-        if attach.token != self.token {
+        if !is_secret(&attach.token, &self.token) {
             return Err("the rank belongs to another launch".to_owned());
         }
         let key = (attach.seat, attach.generation);
@@ -97,7 +104,9 @@ pub(super) struct ClusterArguments {
     pub(super) journal: Journal,
     pub(super) store: SampleStore,
     pub(super) host: Host,
-    pub(super) config: String,
+    /// What ranks are told; it has the seats that were added to the live run.
+    pub(super) config: ClusterConfig,
+    pub(super) intake: std::sync::mpsc::Sender<IntakeRequest>,
     pub(super) registry: Registry,
     pub(super) monitor: ActorRef<MonitorMessage>,
     pub(super) finished: oneshot::Sender<Outcome>,
@@ -108,6 +117,7 @@ pub(super) struct ClusterState {
     finished: Option<oneshot::Sender<Outcome>>,
     started: Instant,
     proxies: HashMap<ActorId, (Seat, Generation)>,
+    tickets: Tickets,
     broken: bool,
 }
 
@@ -128,6 +138,7 @@ impl Actor for Cluster {
             finished: Some(finished),
             started: Instant::now(),
             proxies: HashMap::new(),
+            tickets: Tickets::default(),
             broken: false,
         };
         let commands = state.arguments.engine.launch();
@@ -145,10 +156,25 @@ impl Actor for Cluster {
     ) -> Result<(), ActorProcessingErr> {
         match message {
             ClusterMessage::Event(event) => state.feed(&myself, event).await,
+            ClusterMessage::Tell(event, done) => {
+                if state.takes_samples() {
+                    state.feed(&myself, event).await;
+                    // An intake that has gone away needs no reply.
+                    let _ = done.send(());
+                }
+            }
+            ClusterMessage::Notice(notice) => state.tell_people(notice),
+            ClusterMessage::ChangeSeat(change, reply) => {
+                let ticket = state.tickets.open(reply);
+                state.feed(&myself, Event::ChangeSeat { ticket, change }).await;
+            }
+            ClusterMessage::Read(request) => state.read(request),
             ClusterMessage::Intake(items, done) => {
-                state.intake(&myself, items).await;
-                // An intake that has gone away needs no reply.
-                let _ = done.send(());
+                if state.takes_samples() {
+                    state.intake(&myself, items).await;
+                    // As above.
+                    let _ = done.send(());
+                }
             }
             ClusterMessage::Stop => {
                 for proxy in state.arguments.registry.proxies().values() {
@@ -193,13 +219,44 @@ impl Actor for Cluster {
     }
 }
 
+/// The step that a replica votes for.
+fn vote(event: &Event) -> Option<Step> {
+    match event {
+        Event::Rank {
+            event: RankEvent::Staged { step, .. },
+            ..
+        } => Some(*step),
+        _ => None,
+    }
+}
+
+/// Whether a command puts a committed step on disk.
+fn commits(command: &Command) -> bool {
+    matches!(
+        command,
+        Command::Append {
+            record: Record::Committed { .. },
+            ..
+        }
+    )
+}
+
 impl ClusterState {
+    /// Whether the journal still grows. If it does not, the intake gets no reply, and promises nobody anything.
+    fn takes_samples(&self) -> bool {
+        !self.broken && self.arguments.engine.phase() != Phase::Finished
+    }
+
     async fn feed(&mut self, myself: &ActorRef<ClusterMessage>, event: Event) {
         if self.broken {
             return;
         }
         let now_ms = self.started.elapsed().as_millis() as u64;
+        let vote = vote(&event);
         let commands = self.arguments.engine.handle(now_ms, event);
+        if vote.is_some() && !commands.iter().any(commits) {
+            faults::pass(Point::Voted, vote);
+        }
         self.carry_out(myself, commands).await;
         let view = self.arguments.engine.view(now_ms);
         // The monitor lives as long as the cluster.
@@ -208,18 +265,8 @@ impl ClusterState {
 
     /// Stores samples before the journal knows of them, so that no crash of the machine leaves a record without its sample.
     async fn intake(&mut self, myself: &ActorRef<ClusterMessage>, items: Vec<IntakeItem>) {
-        let events: Result<Vec<Event>, StoreError> = items
-            .into_iter()
-            .map(|IntakeItem { source, verdict }| match verdict {
-                Ok(sample) => Ok(Event::SampleAccepted {
-                    source,
-                    location: self.arguments.store.append(&sample)?,
-                    tokens: sample.tokens.len() as u32,
-                    trained_tokens: sample.loss_mask.iter().filter(|&&mask| mask != 0).count() as u32,
-                }),
-                Err(reason) => Ok(Event::SampleRefused { source, reason }),
-            })
-            .collect();
+        let events: Result<Vec<Event>, StoreError> =
+            items.into_iter().map(|item| self.arrival(item)).collect();
         let events = events.and_then(|events| self.arguments.store.sync().map(|()| events));
         match events {
             Ok(events) => {
@@ -242,6 +289,49 @@ impl ClusterState {
         }
     }
 
+    fn arrival(&mut self, item: IntakeItem) -> Result<Event, StoreError> {
+        Ok(match item {
+            IntakeItem::Arrived {
+                source,
+                verdict: Ok(sample),
+            } => {
+                let stored = self.store(&sample)?;
+                Event::SampleAccepted {
+                    source,
+                    location: stored.location,
+                    tokens: stored.tokens,
+                    trained_tokens: stored.trained_tokens,
+                }
+            }
+            IntakeItem::Arrived {
+                source,
+                verdict: Err(reason),
+            } => Event::SampleRefused { source, reason },
+            IntakeItem::Retried { sample, mended } => Event::SampleRetried {
+                sample,
+                stored: mended.map(|mended| self.store(&mended)).transpose()?,
+            },
+        })
+    }
+
+    fn store(&mut self, sample: &Sample) -> Result<StoredSample, StoreError> {
+        Ok(StoredSample {
+            location: self.arguments.store.append(sample)?,
+            tokens: sample.tokens.len() as u32,
+            trained_tokens: sample.loss_mask.iter().filter(|&&mask| mask != 0).count() as u32,
+        })
+    }
+
+    /// Passes a request on to the intake, as long as what it reads can still be trained.
+    fn read(&mut self, request: IntakeRequest) {
+        if matches!(self.arguments.engine.phase(), Phase::Preparing | Phase::Training) {
+            // An intake that has ended has ended the run; the request is dropped with its promise of an answer.
+            let _ = self.arguments.intake.send(request);
+        } else {
+            request.refuse("the run is about to end; start it again with `eaglet launch` and ask then");
+        }
+    }
+
     async fn carry_out(&mut self, myself: &ActorRef<ClusterMessage>, commands: Vec<Command>) {
         for command in commands {
             match command {
@@ -249,6 +339,9 @@ impl ClusterState {
                     if let Err(error) = self.arguments.journal.append(&record, sync) {
                         self.give_up(&error.to_string());
                         return;
+                    }
+                    if let Record::Committed { step, .. } = record {
+                        faults::pass(Point::Journaled, Some(step));
                     }
                 }
                 Command::Spawn { seat, generation } => self.spawn(myself, seat, generation).await,
@@ -271,6 +364,7 @@ impl ClusterState {
                     seat,
                     generation,
                     row,
+                    lease,
                     documents,
                     destination,
                 } => {
@@ -279,6 +373,7 @@ impl ClusterState {
                             let units = documents.into_iter().map(|(unit, _)| unit).collect();
                             let extraction = Extraction {
                                 row,
+                                lease,
                                 units,
                                 content,
                                 destination,
@@ -292,23 +387,39 @@ impl ClusterState {
                         }
                     }
                 }
-                Command::Notice(notice) => {
-                    if notice.warning {
-                        tracing::warn!("{}", notice.text);
-                    } else {
-                        tracing::info!("{}", notice.text);
-                    }
-                    if !notice.quiet {
-                        self.show(MonitorMessage::Notice(notice));
-                    }
+                Command::Notice(notice) => self.tell_people(notice),
+                Command::Lost {
+                    seat,
+                    generation,
+                    cause,
+                } => self.show(MonitorMessage::Lost {
+                    seat,
+                    generation,
+                    cause,
+                    unix_ms: faults::unix_ms(),
+                }),
+                Command::Committed(report) => {
+                    let unix_ms = faults::unix_ms();
+                    self.show(MonitorMessage::Committed { report, unix_ms });
                 }
-                Command::Committed(report) => self.show(MonitorMessage::Committed(report)),
                 Command::Evaluated { step, acceptance } => {
                     self.show(MonitorMessage::Evaluated { step, acceptance });
                 }
-                Command::SeatAdded { .. } | Command::Answer { .. } => {}
+                Command::SeatAdded { seat, threads } => self.arguments.config.add_rank(seat, threads),
+                Command::Answer { ticket, answer } => self.tickets.answer(ticket, answer),
                 Command::Finish(outcome) => self.finish(outcome),
             }
+        }
+    }
+
+    fn tell_people(&self, notice: Notice) {
+        if notice.warning {
+            tracing::warn!("{}", notice.text);
+        } else {
+            tracing::info!("{}", notice.text);
+        }
+        if !notice.quiet {
+            self.show(MonitorMessage::Notice(notice));
         }
     }
 
@@ -318,11 +429,17 @@ impl ClusterState {
     }
 
     async fn spawn(&mut self, myself: &ActorRef<ClusterMessage>, seat: Seat, generation: Generation) {
+        let config = match self.arguments.config.to_toml() {
+            Ok(config) => config,
+            Err(error) => {
+                return self.give_up(&format!("the configuration cannot be told to ranks: {error}"));
+            }
+        };
         let arguments = ProxyArguments {
             seat,
             generation,
             host: self.arguments.host.clone(),
-            config: self.arguments.config.clone(),
+            config,
             cluster: myself.clone(),
             registry: self.arguments.registry.clone(),
         };
@@ -368,9 +485,7 @@ impl ClusterState {
         self.broken = true;
         for proxy in self.arguments.registry.proxies().values() {
             // A proxy that is gone has no process.
-            let _ = proxy.cast(ProxyMessage::Kill(
-                "the coordinator cannot write its journal".to_owned(),
-            ));
+            let _ = proxy.cast(ProxyMessage::Kill("the coordinator cannot go on".to_owned()));
         }
         self.finish(Outcome::Failed {
             report: report.to_owned(),

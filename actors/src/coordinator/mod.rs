@@ -1,16 +1,19 @@
 //! The coordinator process: launches the ranks, carries the engine's commands, keeps the journal.
 //!
-//! Actors: `cluster` is the root and owns engine and journal; `proxy` stands for one rank each; `intake` reads
-//! samples; `monitor` tells people. `host` starts and reaps processes.
+//! Actors: `cluster` is the root and owns engine and journal; `proxy` stands for one rank each; `monitor` tells people.
+//! `intake` reads samples on a thread of its own, `host` starts and reaps processes, `operator` answers those who ask
+//! something of the live run, and `endpoint` tells them where.
 
 mod cluster;
+mod endpoint;
 mod host;
 mod intake;
 mod monitor;
+mod operator;
 mod proxy;
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 
 use eaglet_runtime::checkpoint;
 use eaglet_runtime::checkpoint::CheckpointFolder;
@@ -21,13 +24,17 @@ use ractor::{Actor, ActorRef};
 use tokio::sync::{oneshot, watch};
 
 use self::cluster::{Cluster, ClusterArguments, ClusterMessage, Gate, Registry};
+use self::endpoint::Endpoint;
+pub use self::endpoint::{OperateError, operate};
 use self::host::Host;
 pub use self::host::TOKEN_VARIABLE;
-use self::intake::{Intake, IntakeArguments};
+use self::intake::IntakeArguments;
 use self::monitor::{Monitor, MonitorArguments, MonitorMessage};
+use self::operator::Desk;
 use crate::config::ClusterConfig;
-use crate::engine::{Engine, Event, Notice, Outcome, ReplayError};
-use crate::journal::{Journal, Record};
+use crate::engine::{Engine, Event, Notice, Outcome, ReplayError, StoredSample};
+use crate::faults::{self, Victim};
+use crate::journal::{Journal, Record, SampleBook};
 use crate::monitor::Snapshot;
 use crate::recipe;
 
@@ -48,6 +55,7 @@ pub struct Launched {
     server: tokio::task::JoinHandle<()>,
     life: tokio::task::JoinHandle<()>,
     observer: tokio::task::JoinHandle<()>,
+    directory: PathBuf,
 }
 
 impl Launched {
@@ -82,6 +90,7 @@ impl Launched {
         let _ = self.life.await;
         let _ = self.observer.await;
         self.server.abort();
+        Endpoint::remove(&self.directory);
     }
 }
 
@@ -90,6 +99,7 @@ impl Launched {
 /// # Errors
 /// In one line each: an unusable verifier, tokenizer, run directory, journal, or port.
 pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Result<Launched> {
+    faults::arm(Victim::Coordinator)?;
     let files = VerifierFiles::open(&config.verifier.path)?;
     files.check()?;
     let tokenizer = ChatTokenizer::load(&config.verifier.path)?;
@@ -145,18 +155,15 @@ pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Re
     let store = SampleStore::open_at(&directory.join("samples.bin"), stored_bytes(&replay.records))?;
 
     let (listener, address) = transport::bind(&config.run.listen.to_string()).await?;
-    let token = new_token()?;
+    let (token, operator_token) = (new_token()?, new_token()?);
     let registry = Registry::default();
-    let gate = Gate {
-        token: token.clone(),
-        registry: registry.clone(),
-    };
-    let server = tokio::spawn(async move {
-        if let Err(error) = transport::serve(listener, gate).await {
-            tracing::error!(error, "the control port is closed");
-        }
-    });
 
+    if !address.ip().is_loopback() {
+        warnings.push(format!(
+            "run.listen = {address} can be reached from other machines, and nothing that is said there is encrypted; \
+             use 127.0.0.1 unless that network is yours alone"
+        ));
+    }
     let (monitor, snapshots, observer) = Monitor::start(MonitorArguments {
         config: config.clone(),
         directory: directory.clone(),
@@ -171,9 +178,15 @@ pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Re
             text,
         }));
     }
-    let needs_intake = !engine.is_prepared();
-    let done = engine.samples_taken_in();
+    let book = SampleBook::of(&replay.records);
+    let mut rank_config = config.clone();
+    for record in &replay.records {
+        if let Record::SeatAdded { seat, threads } = record {
+            rank_config.add_rank(*seat, *threads);
+        }
+    }
     let (finish, finished) = oneshot::channel();
+    let (intake, requests) = mpsc::channel();
     let arguments = ClusterArguments {
         engine,
         journal,
@@ -181,25 +194,45 @@ pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Re
         host: Host {
             executable: options.executable,
             coordinator: address.to_string(),
-            token,
-            run_directory: directory,
+            token: token.clone(),
+            run_directory: directory.clone(),
             log_format: options.log_format,
         },
-        config: config.to_toml()?,
-        registry,
+        config: rank_config,
+        intake,
+        registry: registry.clone(),
         monitor,
         finished: finish,
     };
     let (cluster, life) = Actor::spawn(None, Cluster, arguments).await?;
-    if needs_intake {
-        let intake = IntakeArguments {
-            config,
-            tokenizer: Arc::new(tokenizer),
-            verifier_vocab_size: files.config().vocab_size,
-            already_in: done,
-            cluster: cluster.clone(),
-        };
-        Actor::spawn_linked(None, Intake, intake, cluster.get_cell()).await?;
+    let gate = Gate { token, registry };
+    let desk = Desk {
+        token: operator_token.clone(),
+        cluster: cluster.clone(),
+        snapshots: snapshots.clone(),
+    };
+    let server = tokio::spawn(async move {
+        if let Err(error) = transport::serve(listener, gate, desk).await {
+            tracing::error!(error, "the control port is closed");
+        }
+    });
+    intake::start(IntakeArguments {
+        config,
+        tokenizer: Arc::new(tokenizer),
+        verifier_vocab_size: files.config().vocab_size,
+        book,
+        journal: directory.join("journal"),
+        cluster: cluster.clone(),
+        requests,
+    });
+    let endpoint = Endpoint {
+        address: address.to_string(),
+        pid: std::process::id(),
+        token: operator_token,
+    };
+    if let Err(error) = endpoint.write(&directory) {
+        // Training needs no operator.
+        tracing::warn!(%error, "coordinator.json cannot be written: the live run cannot be asked anything");
     }
     Ok(Launched {
         cluster,
@@ -208,6 +241,7 @@ pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Re
         server,
         life,
         observer,
+        directory,
     })
 }
 
@@ -268,11 +302,21 @@ fn stored_bytes(records: &[Record]) -> u64 {
     records
         .iter()
         .filter_map(|record| match record {
-            Record::Accepted { location, .. } => Some(location.offset + u64::from(location.len)),
+            Record::Accepted { location, .. }
+            | Record::Retried {
+                stored: Some(StoredSample { location, .. }),
+                ..
+            } => Some(location.offset + u64::from(location.len)),
             _ => None,
         })
         .max()
         .unwrap_or(0)
+}
+
+/// Compares in a time that does not tell how much of it is right.
+fn is_secret(given: &str, secret: &str) -> bool {
+    let pairs = given.bytes().zip(secret.bytes());
+    given.len() == secret.len() && pairs.fold(0, |differences, (a, b)| differences | (a ^ b)) == 0
 }
 
 /// A secret that no earlier launch had.

@@ -7,12 +7,13 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use eaglet_runtime::control::{Acceptance, Activity};
-use eaglet_runtime::ids::{Role, Step};
+use eaglet_runtime::ids::{Epoch, Generation, Role, Seat, Step};
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::watch;
 
 use crate::config::ClusterConfig;
 use crate::engine::{EngineView, Notice, Phase, SeatView, StepReport};
+use crate::faults::unix_ms;
 use crate::journal::Record;
 use crate::monitor::{self, Point, RankState, RankView, SampleCounts, Snapshot, StepAccuracy};
 
@@ -44,7 +45,14 @@ pub(super) enum MonitorMessage {
     /// A line for the user.
     Notice(Notice),
     /// A step was committed.
-    Committed(StepReport),
+    Committed { report: StepReport, unix_ms: u64 },
+    /// A rank was lost.
+    Lost {
+        seat: Seat,
+        generation: Generation,
+        cause: String,
+        unix_ms: u64,
+    },
     /// Acceptance was measured.
     Evaluated { step: u64, acceptance: Acceptance },
     /// The run is over, and how it ended.
@@ -67,6 +75,8 @@ pub(super) struct MonitorState {
     training: Rate,
     trained_tokens: u64,
     steps: Rate,
+    /// The newest epoch that was formed.
+    formed: Option<Epoch>,
 }
 
 impl Monitor {
@@ -113,6 +123,7 @@ impl Monitor {
             training: Rate::default(),
             trained_tokens: 0,
             steps: Rate::default(),
+            formed: None,
         };
         let (actor, life) = Actor::spawn(None, Self, state).await?;
         Ok((actor, receiver, life))
@@ -141,15 +152,30 @@ impl Actor for Monitor {
     ) -> Result<(), ActorProcessingErr> {
         match message {
             MonitorMessage::View(view) => {
+                let before = occupants(&state.snapshot.ranks);
                 state.look(&view);
-                state.publish(false);
+                // Whoever asks for the ranks after a change of them is to see it.
+                let is_news = occupants(&state.snapshot.ranks) != before;
+                state.publish(is_news);
             }
             MonitorMessage::Notice(notice) => {
                 let mark = if notice.warning { "! " } else { "" };
                 state.note(format!("{mark}{}", notice.text));
                 state.publish(true);
             }
-            MonitorMessage::Committed(report) => {
+            MonitorMessage::Lost {
+                seat,
+                generation,
+                cause,
+                unix_ms,
+            } => state.record(&serde_json::json!({
+                "event": "lost",
+                "seat": seat.to_string(),
+                "generation": generation,
+                "cause": cause,
+                "unix_ms": unix_ms,
+            })),
+            MonitorMessage::Committed { report, unix_ms } => {
                 let now = Instant::now();
                 state.trained_tokens += report.tokens;
                 state.training.add(now, state.trained_tokens);
@@ -164,6 +190,7 @@ impl Actor for Monitor {
                         "tokens": report.tokens,
                         "trained_tokens": report.trained_tokens,
                         "elapsed_s": state.started.elapsed().as_secs_f64(),
+                        "unix_ms": unix_ms,
                     }));
                 }
                 state.publish(true);
@@ -200,6 +227,7 @@ impl MonitorState {
         let snapshot = &mut self.snapshot;
         snapshot.phase = match view.phase {
             Phase::Preparing => "reading samples",
+            Phase::Training if view.waiting_for_samples => "waiting for samples",
             Phase::Training => "training",
             Phase::Closing { drained: false } => "closing",
             Phase::Closing { drained: true } => "draining",
@@ -229,6 +257,16 @@ impl MonitorState {
         snapshot.eta_s = (rate > 0.0).then(|| (left as f32 / rate) as u64);
         if let Some(checkpoint) = &view.checkpoint {
             snapshot.checkpoint = Some(self.directory.join(checkpoint).display().to_string());
+        }
+        let formed = view.formed.then_some(view.epoch);
+        if formed.is_some() && formed != self.formed {
+            self.formed = formed;
+            self.record(&serde_json::json!({
+                "event": "epoch",
+                "epoch": view.epoch.to_string(),
+                "step": view.committed,
+                "unix_ms": unix_ms(),
+            }));
         }
     }
 
@@ -298,9 +336,16 @@ impl MonitorState {
             .and_then(|bytes| std::fs::write(&beside, bytes))
             .and_then(|()| std::fs::rename(&beside, &self.status));
         if let Err(error) = written {
+            // On a full disk there is half of it; if it cannot be removed either, the next one replaces it.
+            let _ = std::fs::remove_file(&beside);
             tracing::debug!(%error, "status.json cannot be written");
         }
     }
+}
+
+fn occupants(ranks: &[RankView]) -> Vec<(Seat, Generation, Option<u32>)> {
+    let occupant = |rank: &RankView| (rank.seat, rank.generation, rank.pid);
+    ranks.iter().map(occupant).collect()
 }
 
 fn rank_view(seat: &SeatView) -> RankView {
@@ -309,7 +354,8 @@ fn rank_view(seat: &SeatView) -> RankView {
         "restarting" => RankState::Restarting,
         "starting" => RankState::Starting,
         "loading" => RankState::Loading,
-        "gone" => RankState::Dead,
+        "gone" => RankState::Gone,
+        "leaving" => RankState::Leaving,
         _ => match activity {
             Activity::Loading => RankState::Loading,
             Activity::Extracting | Activity::Generating => RankState::Extracting,
@@ -317,7 +363,9 @@ fn rank_view(seat: &SeatView) -> RankView {
             Activity::Idle | Activity::Donating | Activity::Saving | Activity::Evaluating => RankState::Idle,
         },
     };
+    let lanes = format!("{} rows a step", seat.lanes.len());
     let detail = match activity {
+        Activity::Computing if seat.lanes.len() != 1 => &lanes,
         Activity::Idle | Activity::Loading | Activity::Extracting | Activity::Computing => "",
         Activity::Generating => "answering held-out prompts",
         Activity::Reducing => "summing gradients",
@@ -332,6 +380,7 @@ fn rank_view(seat: &SeatView) -> RankView {
         pid: (seat.pid != 0).then_some(seat.pid),
         state,
         restarts: seat.restarts,
+        lanes: seat.lanes.clone(),
         rss_bytes: seat.beat.map_or(0, |beat| beat.rss_bytes),
         beat_age_ms: seat.beat.map(|_| seat.silent_ms),
         detail: detail.to_owned(),

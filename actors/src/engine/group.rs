@@ -82,6 +82,28 @@ impl Engine {
         state.state = (!state.builds_only).then_some((step, digest));
     }
 
+    /// A donor says that its state did not get through: it is asked for again.
+    pub(super) fn state_not_sent(
+        &mut self,
+        donor: Seat,
+        generation: Generation,
+        to: (u16, Generation),
+        reason: &str,
+    ) {
+        let seat = Seat::draft(to.0);
+        if !self.seats.is_current(seat, to.1) {
+            return;
+        }
+        let state = self.seats.get_mut(seat);
+        if state.donor == Some((donor.index, generation)) && state.status == Status::Loading {
+            state.donor = None;
+            state.status = Status::Attached;
+            self.warn(format!(
+                "{donor} could not send its state to {seat}: {reason}; it is sent again"
+            ));
+        }
+    }
+
     pub(super) fn group_ready(&mut self, seat: Seat, epoch: Epoch) {
         self.seats.get_mut(seat).joined = Some(epoch);
     }
@@ -138,6 +160,21 @@ impl Engine {
                     && state.state == Some(common)
             })
             .collect();
+        // SAME: whoever is ready at this step with other weights was spoilt on the way.
+        let spoilt: Vec<Seat> = self
+            .seats
+            .active(Role::Draft)
+            .filter(|&seat| {
+                let state = self.seats.get(seat);
+                let at = state.state.filter(|_| state.status == Status::Ready);
+                at.is_some_and(|(step, digest)| step == common.0 && digest != common.1)
+            })
+            .collect();
+        for seat in spoilt {
+            self.seats.get_mut(seat).state = None;
+            self.seats.get_mut(seat).status = Status::Loading;
+            self.kill(seat, "its weights are not those of the others at the same step");
+        }
         self.members = here.iter().map(|seat| seat.index).collect();
         self.forming_since_ms = self.now_ms;
         let epoch = self.epoch;

@@ -1,47 +1,20 @@
 //! Samples that come after training has begun, and quarantined ones that are tried again.
 //!
-//! GROWTH: everything that is taken in is in the journal before it is planned, and how far each file was read follows from
-//! the journal alone; so a launch goes on reading where the last one stopped.
+//! GROWTH: everything that is taken in is in the journal before it is planned, so replaying the journal takes the same
+//! batches.
 
-use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use eaglet_runtime::ids::{SampleSeq, Unit};
 
 use super::ledger::UnitState;
-use super::{Engine, Growth, Phase, SampleFact, SampleFile, StoredSample};
-use crate::journal::{Record, SampleSource};
-
-/// A sample that is quarantined, in some of its passes or all.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct QuarantinedSample {
-    /// The sample.
-    pub sample: SampleSeq,
-    /// The file it came from.
-    pub file: String,
-    /// Its line.
-    pub line: u64,
-    /// Which record of that line it is, from 0.
-    pub ordinal: u32,
-    /// Whether it was refused on arrival, rather than by a verifier.
-    pub refused: bool,
-    /// Why.
-    pub reason: String,
-}
-
-/// Why a sample is quarantined, and where it came from.
-#[derive(Clone, Debug)]
-pub(super) struct Quarantine {
-    pub(super) file: u32,
-    pub(super) line: u64,
-    pub(super) ordinal: u32,
-    pub(super) refused: bool,
-    pub(super) reason: String,
-}
+use super::settings::{Length, Turn};
+use super::{Engine, Pace, Phase, SampleFact, StoredSample};
+use crate::journal::Record;
 
 impl Engine {
-    /// Whether more samples may come after all are trained.
-    pub(super) fn is_open(&self) -> bool {
+    /// Whether the run waits for more samples when all are trained.
+    pub fn is_open(&self) -> bool {
         self.open
             && self
                 .settings
@@ -49,32 +22,15 @@ impl Engine {
                 .is_none_or(|limit| self.total_steps < limit)
     }
 
-    /// Notes that one more record came from a line; which file that is, and which record of the line.
-    pub(super) fn note_source(&mut self, source: &SampleSource) -> (u32, u32) {
+    /// The number of a file in `files`.
+    pub(super) fn number_of(&mut self, file: &str) -> u32 {
         // Samples come file by file, so the last name is nearly always the right one.
-        let index = match self.files.iter().rposition(|file| file.name == source.file) {
-            Some(index) => index,
-            None => {
-                self.files.push(SampleFile {
-                    name: source.file.clone(),
-                    last_line: 0,
-                    records_of_last_line: 0,
-                });
-                self.files.len() - 1
-            }
-        };
-        let file = &mut self.files[index];
-        let ordinal = if source.line == file.last_line {
-            file.records_of_last_line
-        } else {
-            0
-        };
-        // A line that is read again for one of its samples does not set the file back.
-        if source.line >= file.last_line {
-            file.last_line = source.line;
-            file.records_of_last_line = ordinal + 1;
-        }
-        (index as u32, ordinal)
+        let known = self.files.iter().rposition(|name| name == file);
+        let number = known.unwrap_or_else(|| {
+            self.files.push(file.to_owned());
+            self.files.len() - 1
+        });
+        number as u32
     }
 
     /// Counts the steps again after more was read.
@@ -98,13 +54,38 @@ impl Engine {
         self.append(Record::Grown { total_steps }, true);
     }
 
-    /// The length of the run changes; the learning rate follows from here on.
+    /// The number of steps changes; the learning rate follows from here on.
     pub(super) fn set_total(&mut self, total_steps: u64) {
         self.total_steps = total_steps;
-        self.growth = (self.committed.0 > 0).then_some(Growth {
-            grown_at: self.committed.0,
-            before: self.last_rate,
-        });
+        self.pace.turned = self.turn();
+    }
+
+    fn turn(&self) -> Option<Turn> {
+        (self.committed.0 > 0).then_some(Turn {
+            at: self.committed.0,
+            rate: self.last_rate,
+        })
+    }
+
+    /// The length of the run, as far as it is known.
+    pub(super) fn length(&self) -> Length {
+        match self.settings.step_limit {
+            _ if !self.open => Length::Whole(self.total_steps),
+            // More than that will not be trained, whatever comes.
+            Some(limit) => Length::Whole(limit),
+            None => Length::SoFar(self.total_steps),
+        }
+    }
+
+    /// The length of an open run is known from here on.
+    pub(super) fn set_closed(&mut self) {
+        self.open = false;
+        if self.settings.step_limit.is_none() {
+            self.pace = Pace {
+                turned: None,
+                closed: self.turn(),
+            };
+        }
     }
 
     pub(super) fn add_source(&mut self, file: PathBuf) {
@@ -116,7 +97,7 @@ impl Engine {
 
     pub(super) fn close_intake(&mut self) {
         if self.open {
-            self.open = false;
+            self.set_closed();
             self.notice("no more samples will be read; the run ends when all are trained");
             self.append(Record::Closed, true);
         }
@@ -130,7 +111,7 @@ impl Engine {
 
     /// Makes the quarantined units of a sample pending again; whether there were any that could be.
     pub(super) fn readmit(&mut self, sample: SampleSeq, stored: Option<StoredSample>) -> bool {
-        let Some(quarantine) = self.quarantined.get(&sample).cloned() else {
+        let Some(&(file, line)) = self.quarantined.get(&sample) else {
             return false;
         };
         match stored {
@@ -138,9 +119,8 @@ impl Engine {
                 let fact = SampleFact {
                     location: stored.location,
                     tokens: stored.tokens,
-                    file: quarantine.file,
-                    line: quarantine.line,
-                    ordinal: quarantine.ordinal,
+                    file,
+                    line,
                 };
                 self.samples.insert(sample, fact);
             }
@@ -158,52 +138,12 @@ impl Engine {
         true
     }
 
-    /// Quarantined samples in the order of their arrival.
-    pub fn quarantined_samples(&self) -> Vec<QuarantinedSample> {
-        self.quarantined
-            .iter()
-            .map(|(&sample, quarantine)| QuarantinedSample {
-                sample,
-                file: self.file_name(quarantine.file).to_owned(),
-                line: quarantine.line,
-                ordinal: quarantine.ordinal,
-                refused: quarantine.refused,
-                reason: quarantine.reason.clone(),
-            })
-            .collect()
-    }
-
-    /// Per file, the last line from which something was taken in or refused, and how many records that line made.
-    pub fn read_so_far(&self) -> BTreeMap<String, (u64, u64)> {
-        self.files
-            .iter()
-            .map(|file| {
-                (
-                    file.name.clone(),
-                    (file.last_line, u64::from(file.records_of_last_line)),
-                )
-            })
-            .collect()
-    }
-
     /// Files that were added to the live run, in order.
-    pub fn added_sources(&self) -> impl Iterator<Item = &Path> {
-        self.added_sources.iter().map(PathBuf::as_path)
-    }
-
-    /// Whether the run waits for more samples when all are trained.
-    pub fn waits_for_samples(&self) -> bool {
-        self.is_open()
-    }
-
-    /// Verifier ids of the draft vocabulary, ascending; empty before intake is complete.
-    pub fn vocabulary(&self) -> &[u32] {
-        &self.vocabulary
+    pub fn added_sources(&self) -> &[PathBuf] {
+        &self.added_sources
     }
 
     pub(super) fn file_name(&self, file: u32) -> &str {
-        self.files
-            .get(file as usize)
-            .map_or("", |file| file.name.as_str())
+        self.files.get(file as usize).map_or("", String::as_str)
     }
 }

@@ -87,11 +87,14 @@ impl Engine {
             if load(&most) < load(&least) + 2 {
                 return;
             }
-            let lane = self
-                .lanes_of(most)
-                .find(|&lane| lane == least.index)
-                .or_else(|| self.lanes_of(most).last());
-            let Some(lane) = lane else { return };
+            // Towards its home, else one that is not at home, else any.
+            let lanes: Vec<u16> = self.lanes_of(most).collect();
+            let lane = lanes
+                .iter()
+                .find(|&&lane| lane == least.index)
+                .or_else(|| lanes.iter().rfind(|&&lane| lane != most.index))
+                .or(lanes.last());
+            let Some(&lane) = lane else { return };
             self.owners[usize::from(lane)] = Some(least.index);
         }
     }

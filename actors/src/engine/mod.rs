@@ -39,13 +39,11 @@ use eaglet_runtime::control::{Acceptance, RankEvent};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, RowId, SampleSeq, Seat, Step};
 use eaglet_runtime::samples::Location;
-pub use growth::QuarantinedSample;
 pub use ledger::LedgerCounts;
 pub use replay::ReplayError;
-pub use settings::{Fall, Growth, LearningRate, RestartPolicy, Settings, WhenExhausted};
+pub use settings::{Fall, LearningRate, Length, Pace, RestartPolicy, Settings, Turn, WhenExhausted};
 pub use view::{EngineView, SeatView};
 
-use self::growth::Quarantine;
 use self::ledger::Ledger;
 use self::plan::Plans;
 use self::router::Row;
@@ -90,8 +88,6 @@ struct SampleFact {
     /// Index of its file in `files`.
     file: u32,
     line: u64,
-    /// Which record of that line it is.
-    ordinal: u32,
 }
 
 /// The state machine of one run.
@@ -102,11 +98,12 @@ pub struct Engine {
     outcome: Option<Outcome>,
     ledger: Ledger,
     samples: BTreeMap<SampleSeq, SampleFact>,
-    /// Files that samples came from.
-    files: Vec<SampleFile>,
+    /// Names of the files that samples came from.
+    files: Vec<String>,
     /// Files that were added to the live run.
     added_sources: Vec<PathBuf>,
-    quarantined: BTreeMap<SampleSeq, Quarantine>,
+    /// Samples that are quarantined in some pass or all, each with its file and line.
+    quarantined: BTreeMap<SampleSeq, (u32, u64)>,
     /// Whether more samples may come after all are trained.
     open: bool,
     next_sample: SampleSeq,
@@ -114,7 +111,7 @@ pub struct Engine {
     held_out: Vec<Vec<u32>>,
     prepared: bool,
     total_steps: u64,
-    growth: Option<Growth>,
+    pace: Pace,
     /// Learning rate of the last committed step.
     last_rate: f64,
     plans: Plans,
@@ -133,11 +130,15 @@ pub struct Engine {
     /// The draft seat that computes each lane, `[lanes]`.
     owners: Vec<Option<u16>>,
     rows: BTreeMap<RowId, Row>,
+    /// Leases given so far in this launch.
+    leases: u64,
     step_phase: StepPhase,
     evaluated: Option<(Step, Acceptance)>,
     /// Lanes whose held-out row the verifier refused.
     held_out_refused: BTreeSet<u16>,
     gradient_disputes: u32,
+    /// Steps in a row of which the verifier refused every sample.
+    refused_steps: u32,
     /// A link between replicas that broke: its sender, the epoch, and when that was heard.
     broken_link: Option<(Seat, Generation, Epoch, u64)>,
     extracted_tokens: u64,
@@ -151,14 +152,6 @@ struct CommittedStep {
     gradient: Digest,
     state: Digest,
     learning_rate: f64,
-}
-
-/// A file, and how far it was read.
-#[derive(Clone, Debug)]
-struct SampleFile {
-    name: String,
-    last_line: u64,
-    records_of_last_line: u32,
 }
 
 impl Engine {
@@ -185,7 +178,7 @@ impl Engine {
             held_out: Vec::new(),
             prepared: false,
             total_steps: 0,
-            growth: None,
+            pace: Pace::default(),
             last_rate: 0.0,
             plans: Plans::default(),
             committed: Step::default(),
@@ -199,10 +192,12 @@ impl Engine {
             forming_since_ms: now_ms,
             owners: vec![None; lanes],
             rows: BTreeMap::new(),
+            leases: 0,
             step_phase: StepPhase::Idle,
             evaluated: None,
             held_out_refused: BTreeSet::new(),
             gradient_disputes: 0,
+            refused_steps: 0,
             broken_link: None,
             extracted_tokens: 0,
             launch: 0,
@@ -302,6 +297,7 @@ impl Engine {
 
     /// Everything that has become possible.
     fn advance(&mut self) {
+        self.keep_roles();
         self.respawn();
         self.plan_ahead();
         self.advance_group();
@@ -344,7 +340,12 @@ impl Engine {
             RankEvent::BadSample { row, unit, reason } => {
                 self.bad_sample(seat, generation, row, unit, &reason)
             }
-            RankEvent::Received { row } => self.row_received(seat, generation, row),
+            RankEvent::Received { row, lease } => self.row_received(seat, generation, row, lease),
+            RankEvent::StateNotSent {
+                seat: draft,
+                generation: occupant,
+                reason,
+            } => self.state_not_sent(seat, generation, (draft, occupant), &reason),
             RankEvent::LinkBroken {
                 from,
                 generation: sender,
@@ -366,10 +367,10 @@ impl Engine {
             RankEvent::Checkpointed { step, folder } => self.checkpointed(seat, step, folder),
             RankEvent::Evaluated { step, acceptance } => self.seat_evaluated(seat, step, &acceptance),
             RankEvent::Fault { reason, permanent } => {
-                self.seats.fault(seat, reason.clone());
                 if permanent {
-                    self.fail(format!("{seat}: {reason}"));
+                    self.condemn(seat, reason);
                 } else {
+                    self.seats.fault(seat, reason.clone());
                     self.kill(seat, &reason);
                 }
             }

@@ -95,11 +95,7 @@ impl Engine {
                 }
                 self.admit_sample(*sample, source, *location, *tokens);
             }
-            Record::Refused {
-                sample,
-                source,
-                reason,
-            } => self.turn_away_sample(*sample, source, reason),
+            Record::Refused { sample, source, .. } => self.turn_away_sample(*sample, source),
             Record::Prepared {
                 vocabulary,
                 held_out,
@@ -118,14 +114,20 @@ impl Engine {
                         self.settings.lanes
                     )));
                 }
-                if *step != self.plans.next {
+                let again = *step >= self.committed
+                    && self
+                        .plans
+                        .steps
+                        .get(step)
+                        .is_some_and(|rows| rows.iter().all(Vec::is_empty));
+                if *step != self.plans.next && !again {
                     return Err(Refusal::Contradiction(format!(
                         "step {step} is planned out of order"
                     )));
                 }
                 self.adopt_plan(*step, rows.clone());
             }
-            Record::Quarantined { step, unit, reason } => self.quarantine(*step, *unit, reason),
+            Record::Quarantined { step, unit, .. } => self.quarantine(*step, *unit),
             Record::Committed {
                 step,
                 gradient,
@@ -160,7 +162,7 @@ impl Engine {
             }
             Record::Grown { total_steps } => self.set_total(*total_steps),
             Record::SourceAdded { file } => self.added_sources.push(file.clone()),
-            Record::Closed => self.open = false,
+            Record::Closed => self.set_closed(),
             Record::Retried { sample, stored } => {
                 if !self.readmit(*sample, *stored) {
                     return Err(Refusal::Contradiction(format!(

@@ -5,7 +5,7 @@ use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Step, Unit};
 
 use super::ledger::UnitState;
 use super::seats::Status;
-use super::{Command, Engine, Phase, Quarantine};
+use super::{Command, Engine, Phase};
 use crate::journal::Record;
 
 /// Rows a verifier may hold at once: one in work, one behind it so that it never waits for the coordinator.
@@ -13,6 +13,9 @@ const LEASES_PER_VERIFIER: usize = 2;
 
 /// The end of a process is known well before this.
 const BROKEN_LINK_PATIENCE_MS: u64 = 300;
+
+/// A verifier that works gets this many times the limit before its row is given to another one.
+const PATIENCE_WITH_WORK: u64 = 4;
 
 /// An occupant of a draft seat.
 type Occupant = (u16, Generation);
@@ -61,6 +64,8 @@ impl RowState {
 pub(super) struct Row {
     pub(super) state: RowState,
     since_ms: u64,
+    /// FENCE: what was extracted for an earlier lease holds samples that are not in the row any more.
+    valid_from_lease: u64,
 }
 
 impl Engine {
@@ -136,6 +141,8 @@ impl Engine {
 
     fn lease(&mut self, row: RowId, verifier: Seat, destination: eaglet_runtime::control::Member) {
         let generation = self.seats.get(verifier).generation;
+        self.leases += 1;
+        let lease = self.leases;
         let to = (destination.seat, destination.generation);
         self.place_row(
             row,
@@ -159,6 +166,7 @@ impl Engine {
                     seat: verifier,
                     generation,
                     row,
+                    lease,
                     documents,
                     destination,
                 });
@@ -166,6 +174,7 @@ impl Engine {
             RowId::HeldOut { lane } => {
                 let request = HeldOutRequest {
                     row,
+                    lease,
                     prompts: self.held_out_prompts(lane).cloned().collect(),
                     max_new_tokens: self.settings.max_new_tokens,
                     destination,
@@ -222,12 +231,37 @@ impl Engine {
     }
 
     fn place_row(&mut self, row: RowId, state: RowState) {
+        let valid_from_lease = self.rows.get(&row).map_or(0, |row| row.valid_from_lease);
         let since_ms = self.now_ms;
-        self.rows.insert(row, Row { state, since_ms });
+        self.rows.insert(
+            row,
+            Row {
+                state,
+                since_ms,
+                valid_from_lease,
+            },
+        );
     }
 
-    pub(super) fn row_received(&mut self, draft: Seat, generation: Generation, row: RowId) {
-        let Some(state) = self.rows.get(&row).map(|row| row.state) else {
+    /// A row has other samples than before: what was extracted of it until now is void.
+    pub(super) fn void_row(&mut self, row: RowId) {
+        self.rows.insert(
+            row,
+            Row {
+                state: RowState::Waiting,
+                since_ms: self.now_ms,
+                valid_from_lease: self.leases + 1,
+            },
+        );
+    }
+
+    pub(super) fn row_received(&mut self, draft: Seat, generation: Generation, row: RowId, lease: u64) {
+        let Some(state) = self
+            .rows
+            .get(&row)
+            .filter(|row| lease >= row.valid_from_lease)
+            .map(|row| row.state)
+        else {
             return;
         };
         if self.owner_of(row.lane()) != Some(draft) || matches!(state, RowState::Held { .. }) {
@@ -286,14 +320,15 @@ impl Engine {
         }
         if step < self.committed {
             self.fail(format!(
-                "sample {} was trained before and is refused now: {reason}",
+                "sample {} was trained before and is refused now: {reason}; this verifier does not repeat its own \
+                 arithmetic: test the memory of its host",
                 unit.sample
             ));
             return;
         }
         self.move_units(step, lane, UnitState::Pending);
-        self.place_row(row, RowState::Waiting);
-        self.quarantine(step, unit, reason);
+        self.void_row(row);
+        self.quarantine(step, unit);
         let place = self
             .samples
             .get(&unit.sample)
@@ -314,16 +349,9 @@ impl Engine {
     }
 
     /// Takes a unit out of its row for good.
-    pub(super) fn quarantine(&mut self, step: Step, unit: Unit, reason: &str) {
+    pub(super) fn quarantine(&mut self, step: Step, unit: Unit) {
         if let Some(fact) = self.samples.get(&unit.sample) {
-            let quarantine = Quarantine {
-                file: fact.file,
-                line: fact.line,
-                ordinal: fact.ordinal,
-                refused: false,
-                reason: reason.to_owned(),
-            };
-            self.quarantined.insert(unit.sample, quarantine);
+            self.quarantined.insert(unit.sample, (fact.file, fact.line));
         }
         for row in self.plans.steps.get_mut(&step).into_iter().flatten() {
             row.retain(|other| *other != unit);
@@ -376,7 +404,15 @@ impl Engine {
             .rows
             .iter()
             .filter(|(_, row)| now_ms > row.since_ms + limit_ms)
-            .filter(|(_, row)| matches!(row.state, RowState::Leased { .. } | RowState::Sent { .. }))
+            .filter(|(_, row)| match row.state {
+                RowState::Waiting | RowState::Held { .. } => false,
+                RowState::Sent { .. } => true,
+                // Whoever works may just be slow; but one message that is lost must not wait for ever.
+                RowState::Leased { verifier, .. } => {
+                    !self.seats.get(Seat::verifier(verifier)).is_busy()
+                        || now_ms > row.since_ms + PATIENCE_WITH_WORK * limit_ms
+                }
+            })
             .map(|(&id, _)| id)
             .collect();
         for row in overdue {
@@ -386,7 +422,8 @@ impl Engine {
             self.give_back(|other, _| other == row);
         }
         // An answer may be lost after its row was given back for another reason.
-        self.seats.expire_leases(now_ms, limit_ms);
+        self.seats
+            .expire_leases(now_ms, limit_ms, PATIENCE_WITH_WORK * limit_ms);
     }
 
     /// Forms the group again if a link between two replicas broke and both are still alive a while later.

@@ -7,6 +7,7 @@ use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Step};
 
 use super::{Command, Engine, Outcome, Phase, Settings, WhenExhausted};
+use crate::journal::Record;
 
 /// What a seat's occupant is up to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +43,8 @@ pub(super) struct SeatState {
     pub(super) restarts_total: u32,
     /// What a rank said was wrong with it, before its process ended.
     pub(super) fault: Option<String>,
+    /// What is wrong would be wrong again after a restart.
+    pub(super) condemned: bool,
     /// Draft only: the state it holds.
     pub(super) state: Option<(Step, Digest)>,
     /// Draft only: since when a commit is on its way to it.
@@ -77,6 +80,7 @@ impl SeatState {
             restarts: VecDeque::new(),
             restarts_total: 0,
             fault: None,
+            condemned: false,
             state: None,
             applying_since_ms: None,
             loads: 0,
@@ -100,6 +104,11 @@ impl SeatState {
         matches!(self.status, Status::Attached | Status::Loading | Status::Ready)
     }
 
+    /// Whether its last beat told of work.
+    pub(super) fn is_busy(&self) -> bool {
+        self.beat.is_some_and(|beat| beat.activity != Activity::Idle)
+    }
+
     pub(super) fn member(&self, seat: Seat) -> Member {
         Member {
             seat: seat.index,
@@ -115,6 +124,7 @@ impl SeatState {
         self.beat = None;
         self.pid = 0;
         self.fault = None;
+        self.condemned = false;
         self.state = None;
         self.applying_since_ms = None;
         self.loads = 0;
@@ -216,8 +226,9 @@ impl Seats {
     }
 
     /// Verifiers whose answers were not heard within the limit, whatever has become of the rows, have room again.
-    pub(super) fn expire_leases(&mut self, now_ms: u64, limit_ms: u64) {
+    pub(super) fn expire_leases(&mut self, now_ms: u64, limit_ms: u64, busy_limit_ms: u64) {
         for state in self.seats.values_mut() {
+            let limit_ms = if state.is_busy() { busy_limit_ms } else { limit_ms };
             state.leases.retain(|_, since_ms| now_ms <= *since_ms + limit_ms);
         }
     }
@@ -277,10 +288,13 @@ impl Engine {
 
     pub(super) fn verifier_ready(&mut self, seat: Seat, contract: &eaglet_runtime::contract::Contract) {
         if let Some(difference) = self.settings.contract.difference(contract) {
-            self.fail(format!(
-                "{seat} would hand out other hidden states than this run is made for: {difference}; \
-                 start a new run directory for another verifier"
-            ));
+            self.condemn(
+                seat,
+                format!(
+                    "it would hand out other hidden states than this run is made for: {difference}; start a new run \
+                     directory for another verifier"
+                ),
+            );
             return;
         }
         let now_ms = self.now_ms;
@@ -303,11 +317,11 @@ impl Engine {
             return;
         }
         let cause = match state.fault.take() {
-            Some(fault) => format!("{fault} ({cause})"),
-            None => cause.to_owned(),
+            Some(fault) if !cause.starts_with(&fault) => format!("{fault} ({cause})"),
+            _ => cause.to_owned(),
         };
         let excused = std::mem::take(&mut state.excused);
-        let removed = state.removed;
+        let (removed, condemned) = (state.removed, state.condemned);
         self.release_rows(seat, generation);
         let policy = self.settings.restarts(seat.role);
         let now_ms = self.now_ms;
@@ -330,20 +344,40 @@ impl Engine {
             state.first_cause.get_or_insert_with(|| cause.clone());
         }
         state.restarts_total += 1;
+        if !removed && !excused {
+            let cause = cause.clone();
+            self.commands.push(Command::Lost {
+                seat,
+                generation,
+                cause,
+            });
+        }
+        let state = self.seats.get_mut(seat);
         state.vacate(now_ms + backoff_ms, now_ms);
         if removed {
             state.status = Status::Empty;
             self.notice(format!("{seat} is gone as asked"));
-            if self.seats.active(seat.role).next().is_none() {
-                // When it was asked to leave there were others.
-                self.fail(format!(
-                    "no {0} rank is left: {seat} was removed, and the others were lost too often and are not started again; \
-                     see the reasons above, and add a {0} rank before the last one leaves",
-                    seat.role
-                ));
-            }
+        } else if condemned {
+            // The rank itself has said what is wrong.
+            self.give_up(seat, &format!("{seat}: {cause}"), "");
         } else if exhausted {
-            self.give_up(seat, &cause, log_tail);
+            let first = self
+                .seats
+                .get(seat)
+                .first_cause
+                .clone()
+                .unwrap_or_else(|| cause.clone());
+            let last = if first == cause {
+                String::new()
+            } else {
+                format!("; last cause: {cause}")
+            };
+            let story = format!(
+                "{seat} was lost {} times in {} s and is not started again; first cause: {first}{last}",
+                recent + 1,
+                policy.window_ms / 1000,
+            );
+            self.give_up(seat, &story, log_tail);
         } else {
             let wait = if backoff_ms > 0 {
                 format!(" in {backoff_ms} ms")
@@ -359,34 +393,62 @@ impl Engine {
         }
     }
 
-    /// A seat was lost too often.
-    fn give_up(&mut self, seat: Seat, cause: &str, log_tail: &str) {
-        let policy = self.settings.restarts(seat.role);
+    /// Seats of a role that are filled, or will be, and were not asked to leave.
+    fn staying(&self, role: Role) -> usize {
+        self.seats
+            .active(role)
+            .filter(|&seat| !self.seats.get(seat).removed)
+            .count()
+    }
+
+    /// A run needs a rank of each role: one that was asked to leave stays if nobody else is left, and without anybody
+    /// the run is over.
+    pub(super) fn keep_roles(&mut self) {
+        if matches!(self.phase, Phase::Leaving | Phase::Finished) {
+            return;
+        }
+        for role in [Role::Verifier, Role::Draft] {
+            if self.staying(role) > 0 {
+                continue;
+            }
+            let Some(seat) = self.seats.active(role).next() else {
+                self.fail(format!(
+                    "no {role} rank is left; the causes stand above and in logs/coordinator.log"
+                ));
+                return;
+            };
+            self.seats.get_mut(seat).removed = false;
+            self.append(Record::SeatAdded { seat, threads: 0 }, true);
+            self.warn(format!(
+                "{seat} was to leave, and stays: no other {role} rank is left"
+            ));
+        }
+    }
+
+    /// A rank that a restart cannot help.
+    pub(super) fn condemn(&mut self, seat: Seat, reason: String) {
+        self.kill(seat, &reason);
         let state = self.seats.get_mut(seat);
-        state.status = Status::Empty;
-        let first = state.first_cause.clone().unwrap_or_else(|| cause.to_owned());
-        let last = if first == cause {
-            String::new()
-        } else {
-            format!("; last cause: {cause}")
-        };
+        state.condemned = true;
+        state.fault.get_or_insert(reason);
+    }
+
+    /// A seat stays empty from now on: the others go on, if they may and there are any.
+    fn give_up(&mut self, seat: Seat, story: &str, log_tail: &str) {
+        self.seats.get_mut(seat).status = Status::Empty;
         let words = if log_tail.is_empty() {
             String::new()
         } else {
             format!("\nits last words:\n{log_tail}")
         };
-        let story = format!(
-            "{seat} was lost {} times in {} s and is not started again; first cause: {first}{last}",
-            policy.max_restarts + 1,
-            policy.window_ms / 1000,
-        );
-        let left = self.seats.active(seat.role).count();
-        if policy.then == WhenExhausted::Stop || left == 0 {
+        let left = self.staying(seat.role);
+        if self.settings.restarts(seat.role).then == WhenExhausted::Stop || left == 0 {
             self.fail(format!("{story}{words}"));
         } else {
+            let ranks = if left == 1 { "rank" } else { "ranks" };
             self.warn(format!(
-                "{story}; the run goes on with {left} {} of its role, and `eaglet ranks restart {seat}` tries it again{words}",
-                if left == 1 { "rank" } else { "ranks" },
+                "{story}; the run goes on with {left} {} {ranks}, and `eaglet ranks restart {seat}` tries it again{words}",
+                seat.role
             ));
         }
     }
@@ -433,7 +495,7 @@ impl Engine {
         for seat in self.late_in_step() {
             late.push((
                 seat,
-                format!("it keeps a step waiting for more than {limit_ms} ms"),
+                format!("it keeps a step waiting for more than {limit_ms} ms (supervision.step_timeout_s)"),
             ));
         }
         for seat in self.late_in_forming() {

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-use eaglet_runtime::control::{Acceptance, CoordinatorCommand, LaneMetrics};
+use eaglet_runtime::control::{Acceptance, Activity, CoordinatorCommand, LaneMetrics};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, RowId, Seat, Step};
 
@@ -255,12 +255,10 @@ impl Engine {
             return;
         }
         if lanes.is_empty() {
-            self.fail(format!(
-                "the verifier refused every sample of step {step}; look at its weights, at verifier.path, and at the reasons \
-                 above"
-            ));
+            self.plan_again(step);
             return;
         }
+        self.refused_steps = 0;
         let epoch = self.epoch;
         for seat in self.members() {
             let lanes = lanes.clone();
@@ -407,11 +405,7 @@ impl Engine {
     fn report(&self, step: Step, staged: &BTreeMap<u16, Staged>, replay: bool) -> StepReport {
         // A step that is done again is applied with the rate that it was committed with.
         let learning_rate = self.history.get(&step).filter(|_| replay).map_or_else(
-            || {
-                self.settings
-                    .learning_rate
-                    .at(step.0, self.total_steps, self.growth)
-            },
+            || self.settings.learning_rate.at(step.0, self.length(), self.pace),
             |known| known.learning_rate,
         );
         let mut report = StepReport {
@@ -463,9 +457,11 @@ impl Engine {
         }
     }
 
-    /// Seats that keep a step waiting for longer than they may.
+    /// Seats that keep a step waiting for longer than they may: a limit for each of the lanes that its slowest member has.
     pub(super) fn late_in_step(&self) -> Vec<Seat> {
-        let late = |since_ms: u64| self.now_ms > since_ms + self.settings.step_timeout_ms;
+        let lanes = self.members().map(|seat| self.lanes_of(seat).count()).max();
+        let limit_ms = self.settings.step_timeout_ms * lanes.unwrap_or(1).max(1) as u64;
+        let late = |since_ms: u64| self.now_ms > since_ms + limit_ms;
         let mut seats: Vec<Seat> = self
             .seats
             .iter()
@@ -474,7 +470,16 @@ impl Engine {
             .collect();
         match &self.step_phase {
             StepPhase::Running { since_ms, staged, .. } if late(*since_ms) => {
-                seats.extend(self.members().filter(|seat| !staged.contains_key(&seat.index)));
+                let missing = || self.members().filter(|seat| !staged.contains_key(&seat.index));
+                let waits = |seat: &Seat| {
+                    let beat = self.seats.get(*seat).beat;
+                    beat.is_some_and(|beat| matches!(beat.activity, Activity::Reducing | Activity::Idle))
+                };
+                // Whoever waits for another one's gradient is not the cause, as long as there is another one.
+                seats.extend(missing().filter(|seat| !waits(seat)));
+                if seats.is_empty() {
+                    seats.extend(missing());
+                }
             }
             StepPhase::Evaluating {
                 since_ms, waiting, ..

@@ -37,6 +37,8 @@ pub struct EngineView {
     pub phase: Phase,
     /// Membership of the draft group.
     pub epoch: Epoch,
+    /// Whether its members are linked up.
+    pub formed: bool,
     /// Steps committed.
     pub committed: u64,
     /// Steps of the whole run so far, 0 until known.
@@ -61,6 +63,7 @@ impl Engine {
         EngineView {
             phase: self.phase,
             epoch: self.epoch,
+            formed: self.formed,
             committed: self.committed.0,
             total_steps: self.total_steps,
             waiting_for_samples: self.prepared

@@ -66,7 +66,7 @@ pub enum JournalError {
 pub struct Replay {
     /// All whole records, in order.
     pub records: Vec<Record>,
-    /// Bytes of a torn tail that were cut.
+    /// Bytes of a torn tail that were cut, or passed over.
     pub cut_bytes: u64,
 }
 
@@ -188,6 +188,38 @@ impl Journal {
             source,
         }
     }
+}
+
+/// Reads a journal that a coordinator may be writing to: without its lock, and passing over a torn tail.
+///
+/// # Errors
+/// If the file is missing, foreign, unreadable, or corrupt before its tail.
+pub fn read(path: &Path) -> Result<Replay, JournalError> {
+    let wrong = |action| {
+        move |source| JournalError::Io {
+            path: path.to_owned(),
+            action,
+            source,
+        }
+    };
+    let mut file = File::open(path).map_err(wrong("open"))?;
+    let size = file.metadata().map_err(wrong("inspect"))?.len();
+    let mut start = [0; MAGIC.len()];
+    let known = size.min(HEADER_BYTES) as usize;
+    file.read_exact(&mut start[..known]).map_err(wrong("read"))?;
+    if start[..known] != MAGIC[..known] {
+        return Err(JournalError::Foreign {
+            path: path.to_owned(),
+        });
+    }
+    if size < HEADER_BYTES {
+        return Ok(Replay::default());
+    }
+    let (records, length) = read_records(path, &file, size)?;
+    Ok(Replay {
+        records,
+        cut_bytes: size - length,
+    })
 }
 
 /// All whole records and the offset behind the last of them.
@@ -337,6 +369,25 @@ mod tests {
         assert!(matches!(Journal::open(&path), Err(JournalError::InUse { .. })));
         drop(first);
         assert!(Journal::open(&path).is_ok());
+    }
+
+    #[test]
+    fn a_reader_needs_no_lock_and_leaves_a_torn_tail_alone() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("journal");
+        assert!(matches!(read(&path), Err(JournalError::Io { .. })));
+        written(&path, 2);
+        let (mut journal, _) = Journal::open(&path).expect("whole");
+        assert_eq!(read(&path).expect("live").records, [record(0), record(1)]);
+        journal.append(&record(2), false).expect("append");
+        let whole = std::fs::read(&path).expect("readable");
+        for end in 0..=whole.len() {
+            std::fs::write(&path, &whole[..end]).expect("writable");
+            let seen = read(&path).expect("a torn tail is no error").records;
+            let expected: Vec<Record> = (0..seen.len() as u64).map(record).collect();
+            assert_eq!(seen, expected, "cut at {end}");
+            assert_eq!(std::fs::metadata(&path).expect("there").len(), end as u64);
+        }
     }
 
     #[test]

@@ -4,8 +4,10 @@
 //! the journal is opened. JOURNAL-2: a corrupt record in the middle is refused with its offset, never skipped.
 //! JOURNAL-3: what was appended with `sync` is on disk before `append` returns.
 
+mod book;
 mod file;
 mod record;
 
-pub use file::{Journal, JournalError, Replay};
+pub use book::{KnownSample, SampleBook, UnitStanding};
+pub use file::{Journal, JournalError, Replay, read};
 pub use record::{Record, SampleSource};

@@ -20,8 +20,10 @@ pub enum RankState {
     Extracting,
     /// It computes or applies a step.
     Training,
-    /// It was given up and nobody takes its place yet.
-    Dead,
+    /// It was told to leave for good.
+    Leaving,
+    /// The seat is empty for good: removed, or given up.
+    Gone,
     /// Its next occupant waits for its turn to start.
     Restarting,
 }
@@ -34,7 +36,8 @@ impl fmt::Display for RankState {
             Self::Idle => "idle",
             Self::Extracting => "extracting",
             Self::Training => "training",
-            Self::Dead => "dead",
+            Self::Leaving => "leaving",
+            Self::Gone => "gone",
             Self::Restarting => "restarting",
         })
     }
@@ -53,6 +56,9 @@ pub struct RankView {
     pub state: RankState,
     /// Restarts of the seat so far.
     pub restarts: u32,
+    /// Draft only: the lanes that it computes.
+    #[serde(default)]
+    pub lanes: Vec<u16>,
     /// Resident memory of the process, in bytes; 0 if unknown.
     pub rss_bytes: u64,
     /// Time since its last beat, in ms; `None` before the first.

@@ -6,11 +6,12 @@ use std::time::Duration;
 use eaglet_runtime::control::{Activity, CoordinatorCommand, Extraction, HeldOutRequest, Member, RankEvent};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, RowId, Seat};
-use eaglet_runtime::link::{BulkKind, BulkOutgoing, BulkSender, Endpoint, Hello, SendError, SenderOptions};
+use eaglet_runtime::link::{BulkKind, BulkOutgoing, BulkSender, Endpoint, Hello, SendError};
 use eaglet_runtime::row::{PackedRow, Sample};
 use eaglet_runtime::verifier::{Verifier, VerifierError, VerifierOptions};
 
-use super::{Context, Input, RankFault, Worker};
+use super::{Context, Input, RankFault, Worker, link_options};
+use crate::faults::{self, Point};
 use crate::recipe;
 
 /// Longest wait for room in the queue towards a draft replica; it holds more rows than are ever under way.
@@ -28,6 +29,8 @@ pub(super) struct VerifierWorker {
 enum Unsent {
     /// The link failed; another one may not.
     Now(String),
+    /// The link had ended before.
+    Broken(String),
     /// No link would take it.
     Never(String),
 }
@@ -49,6 +52,7 @@ impl VerifierWorker {
 
     fn load(&mut self) -> Result<(), RankFault> {
         self.context.enter(Activity::Loading);
+        faults::reach(Point::Load, None)?;
         let config = &self.context.config.verifier;
         let options = VerifierOptions {
             threads: self.context.threads,
@@ -69,16 +73,18 @@ impl VerifierWorker {
     fn extract(&mut self, extraction: Extraction) -> Result<(), RankFault> {
         let Extraction {
             row,
+            lease,
             units,
             content,
             destination,
         } = extraction;
         let _row = tracing::info_span!("row", %row).entered();
         self.context.enter(Activity::Extracting);
+        faults::reach(Point::Extract, row.step())?;
         let dtype = self.context.config.verifier.hidden_dtype;
         let loaded = self.loaded()?;
         match loaded.verifier.extract(&content, dtype) {
-            Ok(hidden) => self.hand_over(row, content, hidden, destination),
+            Ok(hidden) => self.hand_over(row, lease, content, hidden, destination),
             Err(VerifierError::NonFinite { document, layer }) => {
                 let reason = format!("its hidden states are not finite from layer {layer} on");
                 let unit = units.get(document).copied();
@@ -93,6 +99,7 @@ impl VerifierWorker {
     fn extract_held_out(&mut self, request: HeldOutRequest) -> Result<(), RankFault> {
         let HeldOutRequest {
             row,
+            lease,
             mut prompts,
             max_new_tokens,
             destination,
@@ -111,7 +118,7 @@ impl VerifierWorker {
                     Ok((content, hidden))
                 });
             match extracted {
-                Ok((content, hidden)) => return self.hand_over(row, content, hidden, destination),
+                Ok((content, hidden)) => return self.hand_over(row, lease, content, hidden, destination),
                 Err(VerifierError::NonFinite { document, layer }) if document < prompts.len() => {
                     tracing::warn!(%row, prompt = document, layer, "a held-out prompt has states that are not finite");
                     prompts.remove(document);
@@ -131,6 +138,7 @@ impl VerifierWorker {
     fn hand_over(
         &mut self,
         row: RowId,
+        lease: u64,
         content: PackedRow,
         hidden: eaglet_runtime::row::HiddenStates,
         destination: Member,
@@ -143,6 +151,7 @@ impl VerifierWorker {
             epoch: Epoch::default(),
             kind: BulkKind::Hidden {
                 row,
+                lease,
                 contract,
                 dtype: hidden.dtype,
                 first_state: 0,
@@ -152,23 +161,26 @@ impl VerifierWorker {
             },
             parts: vec![hidden.bytes.into()],
         };
+        faults::reach(Point::Transfer, row.step())?;
         let generation = destination.generation;
-        let sent = self
-            .link_to(&destination)
-            .and_then(|link| match link.send(message, SEND_TIMEOUT) {
-                // It can never be sent, to nobody.
-                Err(error @ SendError::Invalid { .. }) => Err(Unsent::Never(error.to_string())),
-                Err(error) => Err(Unsent::Now(error.to_string())),
-                Ok(()) => Ok(()),
-            });
+        let mut sent = self.send(&destination, message.clone());
+        if let Err(Unsent::Broken(reason)) = &sent {
+            // It may have broken long ago, by a damaged chunk. Whether the receiver is there shows a new one.
+            tracing::warn!(draft = destination.seat, reason, "a link is made again");
+            self.links.remove(&destination.seat);
+            sent = self.send(&destination, message);
+        }
         match sent {
-            Ok(()) => self.context.say(RankEvent::Extracted {
-                row,
-                seat: destination.seat,
-                generation,
-                tokens,
-            }),
-            Err(Unsent::Now(reason)) => {
+            Ok(()) => {
+                self.context.say(RankEvent::Extracted {
+                    row,
+                    seat: destination.seat,
+                    generation,
+                    tokens,
+                });
+                faults::reach(Point::Sent, row.step())?;
+            }
+            Err(Unsent::Now(reason) | Unsent::Broken(reason)) => {
                 tracing::warn!(draft = destination.seat, reason, "cannot hand over a row");
                 self.links.remove(&destination.seat);
                 self.context.say(RankEvent::NotSent {
@@ -185,6 +197,15 @@ impl VerifierWorker {
             }
         }
         Ok(())
+    }
+
+    fn send(&mut self, destination: &Member, message: BulkOutgoing) -> Result<(), Unsent> {
+        match self.link_to(destination)?.send(message, SEND_TIMEOUT) {
+            Ok(()) => Ok(()),
+            Err(error @ SendError::Invalid { .. }) => Err(Unsent::Never(error.to_string())),
+            Err(error @ SendError::Ended { .. }) => Err(Unsent::Broken(error.to_string())),
+            Err(error) => Err(Unsent::Now(error.to_string())),
+        }
     }
 
     fn link_to(&mut self, destination: &Member) -> Result<&BulkSender, Unsent> {
@@ -208,7 +229,7 @@ impl VerifierWorker {
             let seat = destination.seat;
             let ended =
                 move |error: &_| tracing::warn!(draft = seat, %error, "a link to a draft replica ended");
-            match BulkSender::connect(&destination.bulk_name, hello, SenderOptions::default(), ended) {
+            match BulkSender::connect(&destination.bulk_name, hello, link_options(), ended) {
                 Ok(link) => {
                     self.links.insert(destination.seat, (destination.clone(), link));
                 }

@@ -18,7 +18,7 @@ use eaglet_actors::monitor::Snapshot;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use tokio::sync::watch;
 
-pub(crate) use format::{duration, grouped, short};
+pub(crate) use format::{bytes, duration, grouped, short};
 pub(crate) use picture::svg;
 use view::View;
 

@@ -59,16 +59,16 @@ pub(super) fn sparkline(values: &[f32], colour: Color, area: Rect, buffer: &mut 
 }
 
 pub(super) const fn is_down(state: RankState) -> bool {
-    matches!(state, RankState::Dead | RankState::Restarting)
+    matches!(state, RankState::Gone | RankState::Restarting)
 }
 
 pub(super) fn state_style(state: RankState) -> Style {
     match state {
-        RankState::Starting | RankState::Loading => Style::from(Color::Yellow),
+        RankState::Starting | RankState::Loading | RankState::Leaving => Style::from(Color::Yellow),
         RankState::Idle => Style::from(Color::DarkGray),
         RankState::Extracting => Style::from(Color::Cyan),
         RankState::Training => Style::from(Color::Green),
-        RankState::Dead => Style::from((Color::Red, Modifier::BOLD)),
+        RankState::Gone => Style::from((Color::Red, Modifier::BOLD)),
         RankState::Restarting => Style::from(Color::Magenta),
     }
 }

@@ -103,7 +103,7 @@ fn ranks_that_do_not_fit_are_counted() {
         let mut rank = snapshot.ranks[1].clone();
         rank.seat = Seat::draft(index);
         rank.state = if index == 39 {
-            RankState::Dead
+            RankState::Gone
         } else {
             RankState::Training
         };
@@ -122,7 +122,7 @@ fn ranks_that_do_not_fit_are_counted() {
 #[test]
 fn states_have_their_colours_and_the_samples_bar_its_shares() {
     let mut snapshot = example();
-    snapshot.ranks[2].state = RankState::Dead;
+    snapshot.ranks[2].state = RankState::Gone;
     let terminal = terminal(&snapshot, 100, 30);
     let buffer = terminal.backend().buffer();
     let colour_of = |word: &str| {
@@ -136,7 +136,7 @@ fn states_have_their_colours_and_the_samples_bar_its_shares() {
     };
     assert_eq!(colour_of("extracting"), Color::Cyan);
     assert_eq!(colour_of("training    0"), Color::Green);
-    assert_eq!(colour_of("dead"), Color::Red);
+    assert_eq!(colour_of("gone"), Color::Red);
     // 98 cells for 2400 samples: 1128 trained are 46.06 of them, 1236 pending 50.47.
     let bar = (0..30)
         .find(|&y| buffer[(1, y)].symbol() == "█")

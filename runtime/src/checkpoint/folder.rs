@@ -69,11 +69,7 @@ impl CheckpointFolder {
         {
             sync_folder(parent)?;
         }
-        for name in folder.names()? {
-            if let Some(inner) = partial_name(&name) {
-                folder.remove_leftover(&name, inner)?;
-            }
-        }
+        folder.remove_leftovers()?;
         Ok(folder)
     }
 
@@ -205,7 +201,8 @@ impl CheckpointFolder {
         name: &str,
         fill: impl FnOnce(&Path) -> Result<(), CheckpointError>,
     ) -> Result<PathBuf, CheckpointError> {
-        self.remove_leftover(&partial_file_name(name), name)?;
+        // A writer that takes over from one that was killed cleans up after it.
+        self.remove_leftovers()?;
         let partial = Partial::create(self.partial_path(name))?;
         fill(&partial.path)?;
         seal(&partial.path)?;
@@ -225,6 +222,16 @@ impl CheckpointFolder {
             .and_then(|()| fs::rename(&beside, &link))
             .map_err(|cause| CheckpointError::write(&link, cause))?;
         sync_folder(&self.root)
+    }
+
+    /// Removes what writers that are gone have left half-written.
+    fn remove_leftovers(&self) -> Result<(), CheckpointError> {
+        for name in self.names()? {
+            if let Some(inner) = partial_name(&name) {
+                self.remove_leftover(&name, inner)?;
+            }
+        }
+        Ok(())
     }
 
     /// Removes a partial folder that nobody writes to any more, or a link that was never renamed in.

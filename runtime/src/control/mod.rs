@@ -1,13 +1,14 @@
-//! The control plane: messages between the coordinator and its ranks, and the link that carries them.
+//! The control plane: messages between the coordinator and its ranks or operators, and the link that carries them.
 //!
 //! One bidirectional stream per rank incarnation; the life of the stream is the life of the incarnation. A stream ends
 //! well only after an explicit [`RankEvent::Bye`] or [`CoordinatorCommand::Quit`]; every other end is loss. Bodies are
-//! small: tensors travel on the bulk plane.
+//! small: tensors travel on the bulk plane. An operator's request is a call of its own with one answer.
 //!
 //! The transport is tonic; only [`transport`] and [`BincodeCodec`] know it.
 
 mod codec;
 mod message;
+mod operator;
 pub mod transport;
 
 pub use codec::BincodeCodec;
@@ -15,3 +16,4 @@ pub use message::{
     Acceptance, Activity, Attach, Beat, CoordinatorCommand, DraftOrigin, Extraction, HeldOutRequest,
     LaneMetrics, Member, PROTOCOL, RankEvent, StepMetrics,
 };
+pub use operator::{OperatorCall, OperatorReply, OperatorRequest, RankLine};

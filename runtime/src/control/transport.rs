@@ -1,4 +1,4 @@
-//! tonic behind one module: how a rank reaches the coordinator and how the coordinator listens.
+//! tonic behind one module: how ranks and operators reach the coordinator and how the coordinator listens.
 //!
 //! A [`Dialed`] stream belongs to one incarnation: its channel is dropped with it, so nothing redials in silence.
 //! Keepalive notices a stopped peer; beats (`Beat`, `BeatAck`) notice a wedged one.
@@ -10,10 +10,10 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
-use tonic::transport::{Endpoint, Server};
-use tonic::{Request, Response, Status, Streaming};
+use tonic::transport::{Channel, Endpoint, Server};
+use tonic::{Code, Request, Response, Status, Streaming};
 
-use super::{Attach, CoordinatorCommand, RankEvent};
+use super::{Attach, CoordinatorCommand, OperatorCall, OperatorReply, RankEvent};
 use crate::wire::BODY_LIMIT_BYTES;
 
 #[allow(missing_docs, unreachable_pub, clippy::all)]
@@ -26,6 +26,13 @@ use generated::control_server::{Control, ControlServer};
 
 /// Messages that may wait in one direction of one stream; a peer that lets more pile up is lost.
 pub const QUEUED_MESSAGES: usize = 4096;
+
+/// A coordinator that does not accept a connection, or a rank, within this is not there.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// An operator's request is answered within this: reading many lines of large files again takes its time.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
+/// Longest wait for the first message of a stream.
+const FIRST_WORDS_TIMEOUT: Duration = Duration::from_secs(5);
 
 const KEEPALIVE_INTERVAL: Duration = Duration::from_millis(500);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_millis(5000);
@@ -49,6 +56,22 @@ pub enum TransportError {
         /// What tonic said.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// Whoever listens there belongs to another launch.
+    #[error("the coordinator at {address} belongs to another launch")]
+    Stranger {
+        /// Its address.
+        address: String,
+    },
+    /// The coordinator has not answered; the request may still be carried out.
+    #[error(
+        "the coordinator at {address} has not answered within {seconds} s; it may still do what was asked: see its log"
+    )]
+    Late {
+        /// Its address.
+        address: String,
+        /// How long it was waited for.
+        seconds: u64,
+    },
 }
 
 /// A rank's end of a stream.
@@ -68,27 +91,60 @@ pub async fn dial(address: &str, attach: Attach) -> Result<Dialed, TransportErro
         address: address.to_owned(),
         source,
     };
-    let channel = Endpoint::from_shared(format!("http://{address}"))
-        .map_err(|e| wrong(e.into()))?
-        .connect_timeout(Duration::from_secs(5))
-        .tcp_nodelay(true)
-        .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
-        .keep_alive_timeout(KEEPALIVE_TIMEOUT)
-        .connect()
-        .await
-        .map_err(|e| wrong(e.into()))?;
     let (events, queue) = mpsc::channel(QUEUED_MESSAGES);
     // The queue is empty and open, so this cannot fail.
     let _ = events.try_send(RankEvent::Attach(attach));
-    let mut client = ControlClient::new(channel)
-        .max_decoding_message_size(BODY_LIMIT_BYTES)
-        .max_encoding_message_size(BODY_LIMIT_BYTES);
-    let commands = tokio::time::timeout(Duration::from_secs(5), client.attach(ReceiverStream::new(queue)))
+    let mut client = connect(address).await?;
+    let commands = tokio::time::timeout(CONNECT_TIMEOUT, client.attach(ReceiverStream::new(queue)))
         .await
         .map_err(|e| wrong(e.into()))?
         .map_err(|e| wrong(e.into()))?
         .into_inner();
     Ok(Dialed { events, commands })
+}
+
+/// Asks something of a coordinator on behalf of an operator.
+///
+/// # Errors
+/// If the coordinator cannot be reached within five seconds, does not know the token, or does not answer in time.
+pub async fn operate(address: &str, call: OperatorCall) -> Result<OperatorReply, TransportError> {
+    let mut client = connect(address).await?;
+    let answer = tokio::time::timeout(ANSWER_TIMEOUT, client.operate(call))
+        .await
+        .map_err(|_| TransportError::Late {
+            address: address.to_owned(),
+            seconds: ANSWER_TIMEOUT.as_secs(),
+        })?;
+    answer
+        .map(Response::into_inner)
+        .map_err(|status| match status.code() {
+            Code::Unauthenticated => TransportError::Stranger {
+                address: address.to_owned(),
+            },
+            _ => TransportError::Connect {
+                address: address.to_owned(),
+                source: status.into(),
+            },
+        })
+}
+
+async fn connect(address: &str) -> Result<ControlClient<Channel>, TransportError> {
+    let wrong = |error: tonic::transport::Error| TransportError::Connect {
+        address: address.to_owned(),
+        source: error.into(),
+    };
+    let channel = Endpoint::from_shared(format!("http://{address}"))
+        .map_err(wrong)?
+        .connect_timeout(CONNECT_TIMEOUT)
+        .tcp_nodelay(true)
+        .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
+        .keep_alive_timeout(KEEPALIVE_TIMEOUT)
+        .connect()
+        .await
+        .map_err(wrong)?;
+    Ok(ControlClient::new(channel)
+        .max_decoding_message_size(BODY_LIMIT_BYTES)
+        .max_encoding_message_size(BODY_LIMIT_BYTES))
 }
 
 /// One attached rank, seen from the coordinator.
@@ -138,10 +194,19 @@ pub trait Admit: Send + Sync + 'static {
     fn admit(&self, accepted: Accepted) -> Result<(), String>;
 }
 
-struct Service<A>(A);
+/// Carries out what operators ask.
+pub trait Operate: Send + Sync + 'static {
+    /// Answers a call; `None` if its token is not the one of this launch.
+    fn operate(&self, call: OperatorCall) -> impl Future<Output = Option<OperatorReply>> + Send;
+}
+
+struct Service<A, O> {
+    admit: A,
+    operate: O,
+}
 
 #[tonic::async_trait]
-impl<A: Admit> Control for Service<A> {
+impl<A: Admit, O: Operate> Control for Service<A, O> {
     type AttachStream =
         Pin<Box<dyn tokio_stream::Stream<Item = Result<CoordinatorCommand, Status>> + Send + 'static>>;
 
@@ -150,12 +215,16 @@ impl<A: Admit> Control for Service<A> {
         request: Request<Streaming<RankEvent>>,
     ) -> Result<Response<Self::AttachStream>, Status> {
         let mut events = request.into_inner();
-        let attach = match events.message().await? {
+        // Whoever says nothing is not waited for: nobody knows yet who it is.
+        let first = tokio::time::timeout(FIRST_WORDS_TIMEOUT, events.message())
+            .await
+            .map_err(|_| Status::deadline_exceeded("the first message did not come in time"))?;
+        let attach = match first? {
             Some(RankEvent::Attach(attach)) => attach,
             _ => return Err(Status::invalid_argument("the first message must be attach")),
         };
         let (commands, queue) = mpsc::channel(QUEUED_MESSAGES);
-        self.0
+        self.admit
             .admit(Accepted {
                 attach,
                 events: EventStream(events),
@@ -164,6 +233,13 @@ impl<A: Admit> Control for Service<A> {
             .map_err(Status::permission_denied)?;
         let stream = tokio_stream::StreamExt::map(ReceiverStream::new(queue), Ok);
         Ok(Response::new(Box::pin(stream)))
+    }
+
+    async fn operate(&self, request: Request<OperatorCall>) -> Result<Response<OperatorReply>, Status> {
+        let answer = self.operate.operate(request.into_inner()).await;
+        answer
+            .map(Response::new)
+            .ok_or_else(|| Status::unauthenticated("the call belongs to another launch"))
     }
 }
 
@@ -188,6 +264,7 @@ pub async fn bind(address: &str) -> Result<(TcpListener, SocketAddr), TransportE
 pub async fn serve(
     listener: TcpListener,
     admit: impl Admit,
+    operate: impl Operate,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     let incoming = tokio_stream::StreamExt::map(TcpListenerStream::new(listener), |stream| {
         stream.inspect(|stream| {
@@ -195,7 +272,7 @@ pub async fn serve(
             let _ = stream.set_nodelay(true);
         })
     });
-    let service = ControlServer::new(Service(admit))
+    let service = ControlServer::new(Service { admit, operate })
         .max_decoding_message_size(BODY_LIMIT_BYTES)
         .max_encoding_message_size(BODY_LIMIT_BYTES);
     Server::builder()
@@ -205,4 +282,49 @@ pub async fn serve(
         .serve_with_incoming(incoming)
         .await?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::OperatorRequest;
+    use super::*;
+
+    struct Nobody;
+
+    impl Admit for Nobody {
+        fn admit(&self, _: Accepted) -> Result<(), String> {
+            Err("no rank is expected".to_owned())
+        }
+    }
+
+    struct Echo;
+
+    impl Operate for Echo {
+        async fn operate(&self, call: OperatorCall) -> Option<OperatorReply> {
+            (call.token == "right").then(|| OperatorReply::Done(format!("{:?}", call.request)))
+        }
+    }
+
+    #[tokio::test]
+    async fn an_operator_is_answered_a_stranger_is_not_and_nobody_is_told_apart() {
+        let (listener, address) = bind("127.0.0.1:0").await.expect("a free port");
+        let address = address.to_string();
+        let server = tokio::spawn(serve(listener, Nobody, Echo));
+        let call = |token: &str| OperatorCall {
+            token: token.to_owned(),
+            request: OperatorRequest::CloseSamples,
+        };
+        let answer = operate(&address, call("right")).await.expect("it listens");
+        assert_eq!(answer, OperatorReply::Done("CloseSamples".to_owned()));
+        let stranger = operate(&address, call("wrong")).await.expect_err("another token");
+        assert!(matches!(stranger, TransportError::Stranger { .. }), "{stranger}");
+        assert!(!format!("{:?}", call("secret")).contains("secret"));
+        server.abort();
+        // The port is closed when the task has really ended.
+        let _ = server.await;
+        let nobody = operate(&address, call("right"))
+            .await
+            .expect_err("nobody listens");
+        assert!(matches!(nobody, TransportError::Connect { .. }), "{nobody}");
+    }
 }

@@ -36,6 +36,8 @@ pub struct SenderOptions {
     pub checksum: bool,
     /// How long the receiver may take to accept the link.
     pub handshake_timeout_ms: u64,
+    /// For drills: the chunk, counted from 0, in which a bit flips after its checksum was made.
+    pub corrupt_nth: Option<u64>,
 }
 
 impl Default for SenderOptions {
@@ -48,6 +50,7 @@ impl Default for SenderOptions {
             max_message_bytes: DEFAULT_MAX_MESSAGE_BYTES,
             checksum: true,
             handshake_timeout_ms: 5_000,
+            corrupt_nth: None,
         }
     }
 }
@@ -182,6 +185,7 @@ impl BulkSender {
             out: vec![false; options.slots as usize],
             sequence: 0,
             checksum: options.checksum,
+            corrupt_nth: options.corrupt_nth,
         };
         let writer = std::thread::Builder::new()
             .name(format!("link-to-{}", hello.to.seat))
@@ -318,6 +322,7 @@ struct Writer {
     out: Vec<bool>,
     sequence: u64,
     checksum: bool,
+    corrupt_nth: Option<u64>,
 }
 
 impl Writer {
@@ -372,7 +377,11 @@ impl Writer {
         for piece in std::iter::once(&message.header[..]).chain(message.parts.iter().map(|part| &part[..])) {
             for chunk in piece.chunks(slot_bytes) {
                 let slot = self.take_slot()?;
-                self.ring.write(slot, chunk);
+                if self.corrupt_nth == Some(self.sequence) {
+                    self.ring.write(slot, &flipped(chunk));
+                } else {
+                    self.ring.write(slot, chunk);
+                }
                 let frame = Frame {
                     slot,
                     length: chunk.len() as u32,
@@ -512,4 +521,13 @@ impl Writer {
         }
         result
     }
+}
+
+/// A chunk with one bit in its middle flipped.
+fn flipped(chunk: &[u8]) -> Vec<u8> {
+    let mut flipped = chunk.to_vec();
+    if let Some(byte) = flipped.get_mut(chunk.len() / 2) {
+        *byte ^= 1;
+    }
+    flipped
 }

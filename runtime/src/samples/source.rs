@@ -220,6 +220,29 @@ impl Source {
         }
     }
 
+    /// Passes over rows that begin before a line, without looking into them. Ends at the end of the file, too.
+    ///
+    /// # Errors
+    /// If the file can no longer be read.
+    pub fn pass_over(&mut self, line: u64) -> Result<(), SourceError> {
+        let limit = self.options.row_limit_bytes;
+        while self.position.lines + 1 < line {
+            let lines = self.position.lines;
+            let frame = next_frame(&mut self.reader, self.framing, lines, limit, &mut self.row)
+                .map_err(|error| self.read_error(error))?;
+            match frame {
+                Some(frame)
+                    if frame.line < line && (frame.terminated || self.options.tail == Tail::Final) =>
+                {
+                    self.position.offset_bytes += frame.consumed_bytes;
+                    self.position.lines += frame.newlines;
+                }
+                _ => return self.rewind().map_err(|error| self.read_error(error)),
+            }
+        }
+        Ok(())
+    }
+
     fn parse(&mut self, overlong: bool) -> Result<Conversation, (Option<String>, Reason)> {
         if overlong {
             // A lone huge row must not keep its memory for the rest of the file.
@@ -469,6 +492,35 @@ mod tests {
                 assert_eq!(rest, rows[index..], "{name} from row {index}");
             }
         }
+    }
+
+    #[test]
+    fn rows_before_a_line_can_be_passed_over() {
+        let lines = format!("\u{feff}{}\n\n{{torn\n{}\n{}", row(1), row(2), row(3));
+        let array = format!("[{}, {},\n\n{},\n{}]", row(1), row(2), row(3), row(4));
+        for (name, text) in [("chats.jsonl", lines), ("array.json", array)] {
+            let file = TestFile::new(name, text.as_bytes());
+            let read = |options| Source::open(&file.1, options).expect("opens");
+            let all: Vec<Row> = read(SourceOptions::default())
+                .map(|row| row.expect("readable"))
+                .collect();
+            for line in 0..9 {
+                let mut source = read(SourceOptions::default());
+                source.pass_over(line).expect("readable");
+                let rest: Vec<Row> = source.map(|row| row.expect("readable")).collect();
+                let expected: Vec<Row> = all.iter().filter(|row| row.line >= line).cloned().collect();
+                assert_eq!(rest, expected, "{name} from line {line}");
+            }
+        }
+        let file = TestFile::new("growing.jsonl", format!("{}\n{}", row(1), row(2)).as_bytes());
+        let options = SourceOptions {
+            tail: Tail::MayGrow,
+            ..SourceOptions::default()
+        };
+        let mut source = Source::open(&file.1, options).expect("opens");
+        source.pass_over(9).expect("readable");
+        file.append(b"\n");
+        expect(&summary(&mut source), &[(2, "c2")]);
     }
 
     #[test]

@@ -144,6 +144,36 @@ impl SampleStore {
         })
     }
 
+    /// Opens a file that somebody else may be writing to, only to read what it holds now.
+    ///
+    /// # Errors
+    /// If it cannot be opened or is no sample store.
+    pub fn view(path: &Path) -> Result<Self, StoreError> {
+        let io_error = |action, source| StoreError::Io {
+            action,
+            path: path.to_owned(),
+            offset: 0,
+            source,
+        };
+        let file = File::open(path).map_err(|source| io_error("open", source))?;
+        let end = file.metadata().map_err(|source| io_error("open", source))?.len();
+        let mut start = [0; HEADER_BYTES];
+        let known = (end as usize).min(HEADER_BYTES);
+        file.read_exact_at(&mut start[..known], 0)
+            .map_err(|source| io_error("read", source))?;
+        if start[..known] != MAGIC[..known] {
+            return Err(StoreError::Foreign {
+                path: path.to_owned(),
+            });
+        }
+        Ok(Self {
+            file,
+            path: path.to_owned(),
+            end,
+            record: Vec::new(),
+        })
+    }
+
     /// Opens the file and cuts it to `known_bytes`, the [`len`](Self::len) that the journal knows; 0 for a new run.
     ///
     /// # Errors
@@ -338,10 +368,12 @@ mod tests {
             .to_vec();
         store.sync().expect("syncs");
         let reopened = SampleStore::open(&path).expect("opens");
-        assert_eq!(reopened.len(), store.len());
+        let viewed = SampleStore::view(&path).expect("opens");
+        assert_eq!((reopened.len(), viewed.len()), (store.len(), store.len()));
         for (place, length) in places.iter().zip(lengths) {
             assert_eq!(store.read(*place).expect("reads"), sample(length));
             assert_eq!(reopened.read(*place).expect("reads"), sample(length));
+            assert_eq!(viewed.read(*place).expect("reads"), sample(length));
         }
         assert_eq!(std::fs::metadata(&path).expect("exists").len(), store.len());
     }

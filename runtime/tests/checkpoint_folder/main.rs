@@ -253,6 +253,12 @@ fn leftovers_of_a_crash_are_removed_and_nothing_else() {
 
     let folder = CheckpointFolder::new(root).expect("a folder");
     assert_eq!(names(root), [kept[0], kept[1], kept[2], "latest", "step-000001"]);
+    // So does a writer that takes over while the run goes on.
+    let partial = root.join(".step-000003.partial-4000001");
+    fs::create_dir(&partial).expect("a folder");
+    fs::write(partial.join(STATE_FILE), "half").expect("a file");
+    write(&CheckpointFolder::open(root), 2);
+    assert!(!partial.exists());
     // What is being written right now is no leftover.
     folder
         .write(Step(5), |partial| {
@@ -261,7 +267,7 @@ fn leftovers_of_a_crash_are_removed_and_nothing_else() {
             state(5, 10).save(&partial.join(STATE_FILE), layout())
         })
         .expect("a checkpoint");
-    assert_eq!(steps(&folder), [1, 5]);
+    assert_eq!(steps(&folder), [1, 2, 5]);
 }
 
 #[test]

@@ -83,7 +83,7 @@ impl World {
         let commands = engine.launch();
         let launch = self.checks.book.launches + 1;
         self.checks.launched();
-        self.intake = Intake::resume(&engine, &self.plan.corpus);
+        self.intake = Intake::resume(self.disk.records(), &self.plan.corpus);
         self.note(|_| format!("launch {launch}"));
         self.coordinator = Some(Coordinator {
             engine,
@@ -309,12 +309,14 @@ impl World {
                 seat,
                 generation,
                 row,
+                lease,
                 documents,
                 destination,
             } => {
                 journal::lease(&self.checks.book, &self.disk, row, &documents)?;
                 let extraction = Extraction {
                     row,
+                    lease,
                     units: documents.into_iter().map(|(unit, _)| unit).collect(),
                     content: PackedRow::default(),
                     destination,
@@ -323,6 +325,7 @@ impl World {
             }
             Command::Finish(outcome) => self.finish(&outcome)?,
             Command::Notice(_)
+            | Command::Lost { .. }
             | Command::Committed(_)
             | Command::Evaluated { .. }
             | Command::SeatAdded { .. }

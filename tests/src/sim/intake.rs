@@ -1,7 +1,9 @@
 //! A fake intake: reads the corpus from where the journal ends, and goes on while the run is open.
 
-use eaglet_actors::engine::{Engine, Event, Phase, StoredSample};
-use eaglet_actors::journal::SampleSource;
+use std::path::Path;
+
+use eaglet_actors::engine::{Event, Length, Pace, Phase, StoredSample};
+use eaglet_actors::journal::{Record, SampleBook, SampleSource};
 use eaglet_runtime::ids::Unit;
 
 use super::corpus::{Corpus, Entry};
@@ -27,13 +29,13 @@ pub(super) struct Intake {
 
 impl Intake {
     /// Goes on where the journal says that an earlier launch stopped.
-    pub(super) fn resume(engine: &Engine, corpus: &Corpus) -> Self {
-        let read = engine.read_so_far();
+    pub(super) fn resume(records: &[Record], corpus: &Corpus) -> Self {
+        let book = SampleBook::of(records);
         let places = corpus
             .files
             .iter()
-            .map(|file| match read.get(&file.name) {
-                Some(&(line, entries)) => (line as usize - 1, entries as usize),
+            .map(|file| match book.read_so_far(Path::new(&file.name)) {
+                Some((line, entries)) => (line as usize - 1, entries as usize),
                 None => (0, 0),
             })
             .collect();
@@ -80,7 +82,7 @@ impl World {
             return Ok(());
         };
         let prepared = coordinator.engine.is_prepared();
-        if prepared && !coordinator.engine.waits_for_samples() {
+        if prepared && !coordinator.engine.is_open() {
             return Ok(()); // all that this run is made of is there
         }
         let known: Vec<bool> = self
@@ -88,7 +90,7 @@ impl World {
             .corpus
             .files
             .iter()
-            .map(|file| !file.is_added || coordinator.engine.added_sources().any(|path| path == file.path()))
+            .map(|file| !file.is_added || coordinator.engine.added_sources().contains(&file.path()))
             .collect();
         let mut taken = 0;
         for file in 0..known.len() {
@@ -170,9 +172,10 @@ impl World {
 
     /// A file is added to the live run, if it is one that grows.
     pub(super) fn add_file(&mut self) -> Checked {
-        let open = self.coordinator.as_ref().is_some_and(|coordinator| {
-            coordinator.engine.is_prepared() && coordinator.engine.waits_for_samples()
-        });
+        let open = self
+            .coordinator
+            .as_ref()
+            .is_some_and(|coordinator| coordinator.engine.is_prepared() && coordinator.engine.is_open());
         let added: Vec<_> = self
             .plan
             .corpus
@@ -195,19 +198,23 @@ impl World {
             return Ok(());
         };
         self.late_request |= coordinator.engine.phase() == Phase::Leaving;
-        let quarantined = coordinator.engine.quarantined_samples();
+        let book = SampleBook::of(self.disk.records());
+        let quarantined: Vec<_> = book
+            .samples()
+            .filter(|(_, known)| known.quarantine().is_some())
+            .collect();
         if quarantined.is_empty() {
             return Ok(());
         }
-        let chosen = &quarantined[self.dice.place(quarantined.len())];
-        let stored = if chosen.refused {
+        let (sample, chosen) = quarantined[self.dice.place(quarantined.len())];
+        let stored = if chosen.refused.is_some() {
             let entry = self
                 .plan
                 .corpus
                 .files
                 .iter()
-                .find(|file| file.name == chosen.file)
-                .and_then(|file| file.lines.get(chosen.line as usize - 1))
+                .find(|file| file.name == chosen.source.file)
+                .and_then(|file| file.lines.get(chosen.source.line as usize - 1))
                 .and_then(|line| line.entries.get(chosen.ordinal as usize).copied());
             let Some(entry) = entry.filter(|entry| entry.refused) else {
                 return broken(
@@ -223,7 +230,6 @@ impl World {
         } else {
             None
         };
-        let sample = chosen.sample;
         self.counts.note(Fault::SampleRetried);
         self.feed(Event::SampleRetried { sample, stored })?;
         self.feed(Event::Grown)
@@ -283,7 +289,9 @@ impl World {
                 .filter(|(_, row)| !row.is_empty())
                 .map(|(lane, row)| row_content(weights.step, lane, row))
                 .collect();
-            let rate = settings.learning_rate.at(weights.step.0, total, None);
+            let rate = settings
+                .learning_rate
+                .at(weights.step.0, Length::Whole(total), Pace::default());
             weights = weights.after(&mean(&contents), rate);
         }
         if book.chain.last() != Some(&weights) {

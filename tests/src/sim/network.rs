@@ -78,6 +78,8 @@ pub enum Load {
     Row {
         /// Which.
         row: RowId,
+        /// The lease that it was extracted for.
+        lease: u64,
         /// What it is made of.
         content: u64,
     },

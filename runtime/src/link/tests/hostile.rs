@@ -420,3 +420,26 @@ fn a_receiver_that_breaks_the_protocol_ends_the_link() {
         }
     });
 }
+
+/// L-3: a bit that flips between the two copies, in a header or in a tensor; the message is not delivered.
+#[test]
+fn a_chunk_that_changes_on_the_way_ends_its_link() {
+    bounded(|| {
+        for nth in [0, 1, 3] {
+            let bound = bind(ListenerOptions::default());
+            let sender = bound.connect(SenderOptions {
+                corrupt_nth: Some(nth),
+                ..small_ring()
+            });
+            bound.opened();
+            sender.send(state(&[20_000], 1), LIMIT).expect("room");
+            let error = bound.closed();
+            assert!(
+                matches!(&error, Some(LinkError::Checksum { sequence, .. }) if *sequence == nth),
+                "{error:?}"
+            );
+            let told = sender.drain(LIMIT).expect_err("the link has ended").to_string();
+            assert!(told.contains("checksum"), "{told}");
+        }
+    });
+}

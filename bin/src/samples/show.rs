@@ -1,13 +1,22 @@
 //! `eaglet samples show`: prints samples with their loss mask.
 
-use std::io::{self, Write};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use eaglet_actors::config::{ClusterConfig, TooLong};
+use eaglet_actors::journal::{self, SampleBook, SampleSource};
+use eaglet_runtime::ids::SampleSeq;
 use eaglet_runtime::row::Sample;
-use eaglet_runtime::samples::{ChatTokenizer, SampleLimits, Source, SourceOptions, explain, samples_of};
+use eaglet_runtime::samples::{
+    ChatTokenizer, SampleLimits, SampleStore, Source, SourceOptions, explain, samples_of,
+};
 
-use crate::cli::ShowArgs;
+use super::{resolved_config, visible};
+
+/// Bytes of a source line that are printed at most.
+const LINE_SHOWN_BYTES: u64 = 4096;
 
 /// Printed around text that is trained where there is colour.
 const TRAINED: (&str, &str) = ("\x1b[1;32m", "\x1b[0m");
@@ -18,10 +27,11 @@ const TRAINED_PLAIN: (&str, &str) = ("⟦", "⟧");
 ///
 /// # Errors
 /// If the tokenizer or the file cannot be read, or `out` cannot be written to.
-pub(crate) fn show(
-    arguments: &ShowArgs,
+pub(super) fn file(
+    file: &Path,
+    count: usize,
     config: &ClusterConfig,
-    out: &mut impl Write,
+    out: &mut (impl Write + ?Sized),
     colour: bool,
 ) -> Result<()> {
     let tokenizer = ChatTokenizer::load(&config.verifier.path)?;
@@ -36,11 +46,11 @@ pub(crate) fn show(
         },
         min_trained_tokens: config.samples.min_trained_tokens,
     };
-    let mut source = Source::open(&arguments.file, options)?;
-    let mut left = arguments.count;
+    let mut source = Source::open(file, options)?;
+    let mut left = count;
     while left > 0 {
         let Some(row) = source.next_row()? else { break };
-        let place = format!("{}:{}", arguments.file.display(), row.line);
+        let place = format!("{}:{}", file.display(), row.line);
         let masked = row
             .conversation
             .map_err(|quarantine| quarantine.reason)
@@ -62,8 +72,81 @@ pub(crate) fn show(
     Ok(())
 }
 
+/// Prints a stored sample of a run, or why there is none, with the line it came from.
+///
+/// # Errors
+/// If the run has no such sample, its files cannot be read, or `out` cannot be written to.
+pub(super) fn stored(
+    directory: &Path,
+    sample: SampleSeq,
+    out: &mut (impl Write + ?Sized),
+    colour: bool,
+) -> Result<()> {
+    let records = journal::read(&directory.join("journal"))?.records;
+    let book = SampleBook::of(&records);
+    let Some(known) = book.sample(sample) else {
+        bail!(
+            "the run in {} has no sample {sample}; it has {} samples, numbered from 0",
+            directory.display(),
+            book.samples().count(),
+        );
+    };
+    let source = &known.source;
+    let id = source
+        .id
+        .as_ref()
+        .map_or(String::new(), |id| format!(" ({})", visible(id)));
+    let place = format!("sample {sample}, {}:{}{id}", visible(&source.file), source.line);
+    if let Some(reason) = known.quarantine() {
+        writeln!(out, "{place}: quarantined {}", visible(&reason))?;
+    }
+    match known.location {
+        Some(location) => {
+            let config = resolved_config(directory)?;
+            let tokenizer = ChatTokenizer::load(&config.verifier.path)?;
+            let sample = SampleStore::view(&directory.join("samples.bin"))?.read(location)?;
+            write_sample(out, &place, &sample, &tokenizer, colour)
+        }
+        None => write_line(out, source),
+    }
+}
+
+/// Prints the line that a sample came from, as far as it is there.
+fn write_line(out: &mut (impl Write + ?Sized), source: &SampleSource) -> Result<()> {
+    let line = match line_of(source) {
+        Ok(Some(line)) => line,
+        Ok(None) => {
+            return Ok(writeln!(out, "its file has no line {} any more", source.line)?);
+        }
+        Err(error) => return Ok(writeln!(out, "its file cannot be read: {error}")?),
+    };
+    let cut = if line.len() as u64 == LINE_SHOWN_BYTES {
+        " …"
+    } else {
+        ""
+    };
+    Ok(writeln!(
+        out,
+        "{}{cut}",
+        visible(String::from_utf8_lossy(&line).trim_end())
+    )?)
+}
+
+/// The first bytes of a sample's line; `None` if the file is shorter.
+fn line_of(source: &SampleSource) -> io::Result<Option<Vec<u8>>> {
+    let mut reader = BufReader::new(File::open(&source.file)?);
+    for _ in 1..source.line {
+        if reader.skip_until(b'\n')? == 0 {
+            return Ok(None);
+        }
+    }
+    let mut line = Vec::new();
+    reader.take(LINE_SHOWN_BYTES).read_until(b'\n', &mut line)?;
+    Ok((!line.is_empty()).then_some(line))
+}
+
 fn write_sample(
-    out: &mut impl Write,
+    out: &mut (impl Write + ?Sized),
     place: &str,
     sample: &Sample,
     tokenizer: &ChatTokenizer,
@@ -84,7 +167,7 @@ fn write_sample(
 ///
 /// # Errors
 /// If `out` cannot be written to.
-fn write_pieces(out: &mut impl Write, pieces: &[(String, bool)], colour: bool) -> io::Result<()> {
+fn write_pieces(out: &mut (impl Write + ?Sized), pieces: &[(String, bool)], colour: bool) -> io::Result<()> {
     let (open, close) = if colour { TRAINED } else { TRAINED_PLAIN };
     for group in pieces.chunk_by(|left, right| left.1 == right.1) {
         let text: String = group.iter().map(|(text, _)| visible(text)).collect();
@@ -103,18 +186,6 @@ fn write_pieces(out: &mut impl Write, pieces: &[(String, bool)], colour: bool) -
         out.write_all(b"\n")?;
     }
     Ok(())
-}
-
-/// Control characters as symbols, so that a sample cannot steer the terminal.
-fn visible(text: &str) -> String {
-    text.chars()
-        .map(|c| match c {
-            '\n' | '\t' => c,
-            '\0'..='\x1f' => char::from_u32(0x2400 + u32::from(c)).unwrap_or('␀'),
-            c if c.is_control() => '␡',
-            c => c,
-        })
-        .collect()
 }
 
 #[cfg(test)]

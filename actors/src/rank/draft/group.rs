@@ -1,17 +1,16 @@
 //! The links of one epoch between draft replicas.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use bytes::Bytes;
 use eaglet_runtime::collective::{Outgoing, ReduceShape};
 use eaglet_runtime::control::Member;
 use eaglet_runtime::ids::{Epoch, Generation, Seat, Step};
-use eaglet_runtime::link::{
-    BulkKind, BulkOutgoing, BulkSender, Endpoint, Hello, LinkError, SendError, SenderOptions,
-};
+use eaglet_runtime::link::{BulkKind, BulkOutgoing, BulkSender, Endpoint, Hello, LinkError, SendError};
 
-/// Longest wait for room in the queue towards a peer: the queue holds more than a step ever sends.
-const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+use crate::faults::{self, Point};
+
 /// Longest wait for a replacement to take a state.
 const STATE_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -24,6 +23,8 @@ pub(super) struct Group {
     /// The draft seat that computes each lane, `[lanes]`.
     owners: Vec<u16>,
     links: Vec<(u16, BulkSender)>,
+    /// What the links have no room for yet, each with its receiver.
+    outbox: VecDeque<(u16, BulkOutgoing)>,
 }
 
 impl Group {
@@ -33,18 +34,28 @@ impl Group {
         epoch: Epoch,
         members: &[Member],
         owners: Vec<u16>,
-    ) -> Result<Self, LinkError> {
+    ) -> Result<Self, Unreached> {
         let links = members
             .iter()
             .filter(|member| member.seat != seat.index)
-            .map(|member| Ok((member.seat, dial(seat, generation, epoch, member)?)))
-            .collect::<Result<_, LinkError>>()?;
+            .map(|member| match dial(seat, generation, epoch, member) {
+                Ok(link) => Ok((member.seat, link)),
+                Err(error) => Err(Unreached {
+                    peer: Endpoint {
+                        seat: Seat::draft(member.seat),
+                        generation: member.generation,
+                    },
+                    error,
+                }),
+            })
+            .collect::<Result<_, Unreached>>()?;
         Ok(Self {
             seat,
             epoch,
             members: members.iter().map(|member| member.seat).collect(),
             owners,
             links,
+            outbox: VecDeque::new(),
         })
     }
 
@@ -67,12 +78,11 @@ impl Group {
         }
     }
 
-    /// Sends segments on their way. A link that has ended is left to the coordinator: it sees the process end, or the
-    /// other side tells it what broke.
+    /// Puts segments on their way, as far as there is room.
     ///
     /// # Errors
-    /// If a link lives and does not take a segment.
-    pub(super) fn send_all(&self, step: Step, outgoing: Vec<Outgoing>) -> Result<(), SendError> {
+    /// As [`Self::flush`].
+    pub(super) fn post(&mut self, step: Step, outgoing: Vec<Outgoing>) -> Result<(), SendError> {
         for Outgoing {
             to_seat,
             phase,
@@ -80,23 +90,63 @@ impl Group {
             bytes,
         } in outgoing
         {
-            let kind = BulkKind::Gradient { step, phase, segment };
             let message = BulkOutgoing {
                 epoch: self.epoch,
-                kind,
+                kind: BulkKind::Gradient { step, phase, segment },
                 parts: vec![bytes],
             };
+            self.outbox.push_back((to_seat, message));
+        }
+        self.flush().map(|_| ())
+    }
+
+    /// Sends what has found room since; whether nothing is left. A link that has ended is left to the coordinator: it
+    /// sees the process end, or the other side tells it what broke.
+    ///
+    /// # Errors
+    /// If a message can never be sent.
+    pub(super) fn flush(&mut self) -> Result<bool, SendError> {
+        let mut full = Vec::new();
+        for (to_seat, message) in std::mem::take(&mut self.outbox) {
             let Some((_, link)) = self.links.iter().find(|(seat, _)| *seat == to_seat) else {
                 continue;
             };
-            match link.send(message, SEND_TIMEOUT) {
-                Err(SendError::Ended { .. }) => {
-                    tracing::warn!(to = to_seat, step = step.0, "a peer's link has ended")
+            // The order on a link is kept.
+            if full.contains(&to_seat) {
+                self.outbox.push_back((to_seat, message));
+                continue;
+            }
+            match link.try_send(message) {
+                Err(SendError::Full(message)) => {
+                    full.push(to_seat);
+                    self.outbox.push_back((to_seat, *message));
                 }
+                Err(SendError::Ended { .. }) => tracing::warn!(to = to_seat, "a peer's link has ended"),
                 other => other?,
             }
         }
-        Ok(())
+        Ok(self.outbox.is_empty())
+    }
+}
+
+/// A member that no link could be made to.
+#[derive(Debug, thiserror::Error)]
+#[error("{peer} cannot be reached: {error}")]
+pub(super) struct Unreached {
+    pub(super) peer: Endpoint,
+    pub(super) error: LinkError,
+}
+
+impl Unreached {
+    /// Whether this is the doing of the other side, which may be dead or dying.
+    pub(super) fn is_of_peer(&self) -> bool {
+        matches!(
+            self.error,
+            LinkError::NoListener { .. }
+                | LinkError::PeerLost { .. }
+                | LinkError::Refused { .. }
+                | LinkError::Silent { .. }
+        )
     }
 }
 
@@ -109,7 +159,7 @@ pub(super) fn send_once(
     messages: impl IntoIterator<Item = (BulkKind, Bytes)>,
 ) -> Result<(), LinkFailure> {
     let link = dial(seat, generation, epoch, to)?;
-    for (kind, bytes) in messages {
+    for (index, (kind, bytes)) in messages.into_iter().enumerate() {
         link.send(
             BulkOutgoing {
                 epoch,
@@ -118,6 +168,11 @@ pub(super) fn send_once(
             },
             STATE_TIMEOUT,
         )?;
+        if index == 0 && faults::are_armed() {
+            // A fault on purpose comes when the peer has a part of the state.
+            link.drain(STATE_TIMEOUT)?;
+            faults::pass(Point::Donating, None);
+        }
     }
     if link.drain(STATE_TIMEOUT)? {
         Ok(())
@@ -150,7 +205,7 @@ fn dial(seat: Seat, generation: Generation, epoch: Epoch, to: &Member) -> Result
         },
     };
     let name = format!("{seat} to draft-{}", to.seat);
-    BulkSender::connect(&to.bulk_name, hello, SenderOptions::default(), move |error| {
+    BulkSender::connect(&to.bulk_name, hello, super::super::link_options(), move |error| {
         tracing::warn!(link = name, %error, "a link ended");
     })
 }

@@ -1,0 +1,210 @@
+//! LANES: who computes what as draft ranks come and go.
+
+use eaglet_runtime::control::{CoordinatorCommand, RankEvent};
+use eaglet_runtime::digest::Digest;
+use eaglet_runtime::ids::{Epoch, Generation, Role, Seat, Step};
+use eaglet_runtime::samples::Location;
+
+use super::setup::settings;
+use crate::engine::{Command, Engine, Event, SeatChange};
+use crate::journal::{Record, SampleSource};
+
+/// Ranks that do at once what they are told, and no verifier: the group forms, and no step ever begins.
+struct Group {
+    engine: Engine,
+    records: Vec<Record>,
+    owners: Vec<u16>,
+    members: Vec<u16>,
+    epoch: Epoch,
+    now_ms: u64,
+}
+
+impl Group {
+    fn new() -> Self {
+        let mut group = Self {
+            engine: Engine::new(settings(), &[], 0).expect("an empty journal contradicts nothing"),
+            records: Vec::new(),
+            owners: Vec::new(),
+            members: Vec::new(),
+            epoch: Epoch::default(),
+            now_ms: 0,
+        };
+        let commands = group.engine.launch();
+        group.obey(commands);
+        for line in 1..40 {
+            let source = SampleSource {
+                file: "chats.jsonl".to_owned(),
+                line,
+                id: None,
+            };
+            group.feed(Event::SampleAccepted {
+                source,
+                location: Location { offset: line, len: 1 },
+                tokens: 50,
+                trained_tokens: 20,
+            });
+        }
+        group.feed(Event::Prepared {
+            vocabulary: vec![1],
+            coverage: 1.0,
+            held_out: Vec::new(),
+        });
+        group
+    }
+
+    fn feed(&mut self, event: Event) {
+        self.now_ms += 10;
+        let commands = self.engine.handle(self.now_ms, event);
+        self.obey(commands);
+    }
+
+    fn say(&mut self, seat: Seat, generation: Generation, event: RankEvent) {
+        self.feed(Event::Rank {
+            seat,
+            generation,
+            event,
+        });
+    }
+
+    fn obey(&mut self, commands: Vec<Command>) {
+        for command in commands {
+            match command {
+                Command::Append { record, .. } => self.records.push(record),
+                Command::Spawn { seat, generation } if seat.role == Role::Draft => {
+                    self.feed(Event::Attached {
+                        seat,
+                        generation,
+                        pid: 1,
+                        bulk_name: seat.to_string(),
+                    });
+                }
+                Command::Send {
+                    seat,
+                    generation,
+                    command,
+                } => match command {
+                    CoordinatorCommand::LoadDraft { load, .. } => {
+                        let (step, state) = (Step(0), Digest::of(b"initial"));
+                        self.say(seat, generation, RankEvent::DraftReady { load, step, state });
+                    }
+                    CoordinatorCommand::FormGroup {
+                        epoch,
+                        members,
+                        owners,
+                    } => {
+                        self.members = members.iter().map(|member| member.seat).collect();
+                        self.owners = owners;
+                        self.epoch = epoch;
+                        self.say(seat, generation, RankEvent::GroupReady { epoch });
+                    }
+                    CoordinatorCommand::Quit => self.lose(seat, generation),
+                    _ => {}
+                },
+                _ => {}
+            }
+        }
+    }
+
+    fn lose(&mut self, seat: Seat, generation: Generation) {
+        self.feed(Event::Lost {
+            seat,
+            generation,
+            cause: "killed".to_owned(),
+            log_tail: String::new(),
+        });
+    }
+
+    fn change(&mut self, change: SeatChange) {
+        self.feed(Event::ChangeSeat { ticket: 7, change });
+        // Membership changes at step boundaries, of which a tick finds one.
+        self.feed(Event::Tick);
+    }
+}
+
+#[test]
+fn lanes_are_at_home_until_their_seat_leaves_and_even_out_when_one_comes() {
+    let mut group = Group::new();
+    assert_eq!(
+        (&group.owners[..], &group.members[..]),
+        (&[0, 1, 2][..], &[0, 1, 2][..])
+    );
+    group.change(SeatChange::Remove { seat: Seat::draft(1) });
+    assert_eq!(
+        (&group.owners[..], &group.members[..]),
+        (&[0, 0, 2][..], &[0, 2][..])
+    );
+    group.change(SeatChange::Remove { seat: Seat::draft(0) });
+    assert_eq!(
+        (&group.owners[..], &group.members[..]),
+        (&[2, 2, 2][..], &[2][..])
+    );
+    group.change(SeatChange::Restart { seat: Seat::draft(0) });
+    assert_eq!(
+        (&group.owners[..], &group.members[..]),
+        (&[0, 2, 2][..], &[0, 2][..])
+    );
+    group.change(SeatChange::Add {
+        role: Role::Draft,
+        threads: 1,
+    });
+    assert_eq!(
+        (&group.owners[..], &group.members[..]),
+        (&[0, 3, 2][..], &[0, 2, 3][..])
+    );
+    // One more than there are lanes is a spare, and takes over from whoever is lost.
+    group.change(SeatChange::Add {
+        role: Role::Draft,
+        threads: 1,
+    });
+    assert_eq!(
+        (&group.owners[..], &group.members[..]),
+        (&[0, 3, 2][..], &[0, 2, 3, 4][..])
+    );
+    let before = group.epoch;
+    group.lose(Seat::draft(3), Generation(0));
+    assert_eq!(group.owners, [0, 4, 2]);
+    assert!(group.epoch > before, "FENCE: the old epoch is over");
+    let changes: Vec<&Record> = group
+        .records
+        .iter()
+        .filter(|record| matches!(record, Record::SeatAdded { .. } | Record::SeatRemoved { .. }))
+        .collect();
+    assert_eq!(changes.len(), 5, "{changes:?}");
+
+    // A later launch has the same seats.
+    let mut replayed = Engine::new(settings(), &group.records, 0).expect("the journal is sound");
+    replayed.handle(0, Event::Tick);
+    let seats: Vec<Seat> = replayed
+        .view(0)
+        .seats
+        .iter()
+        .filter(|seat| seat.seat.role == Role::Draft && seat.status != "gone")
+        .map(|seat| seat.seat)
+        .collect();
+    assert_eq!(seats, [0, 2, 3, 4].map(Seat::draft));
+}
+
+#[test]
+fn the_last_rank_of_a_role_is_not_removed() {
+    let mut group = Group::new();
+    for draft in [1, 2] {
+        group.change(SeatChange::Remove {
+            seat: Seat::draft(draft),
+        });
+    }
+    for seat in [Seat::verifier(0), Seat::verifier(9), Seat::draft(0)] {
+        let ticket = 1;
+        let commands = group.engine.handle(
+            1_000,
+            Event::ChangeSeat {
+                ticket,
+                change: SeatChange::Remove { seat },
+            },
+        );
+        let refused = |command: &Command| {
+            matches!(command, Command::Answer { ticket: 1, answer: Err(why) }
+            if why.contains("is the only ") || why.contains("there is no seat verifier-9"))
+        };
+        assert!(commands.iter().any(refused), "{commands:?}");
+    }
+}

@@ -1,0 +1,7 @@
+//! `eaglet bench`: measurements that anybody can repeat on their own machine.
+
+mod facts;
+mod recovery;
+mod run;
+
+pub(crate) use recovery::recovery;
