@@ -88,6 +88,9 @@ impl Engine {
         let base = self.base_step();
         self.rows
             .retain(|row, _| !matches!(row, RowId::Train { step, .. } if *step < base));
+        if self.free_verifier().is_none() {
+            return; // most of the time all of them are busy
+        }
         let mut wanted = Vec::new();
         let last = (base.0 + self.settings.prefetch_steps).min(self.total_steps);
         let stopping = matches!(self.phase, Phase::Closing { .. });

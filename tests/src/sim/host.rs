@@ -7,6 +7,7 @@ use eaglet_runtime::control::{CoordinatorCommand, Extraction, RankEvent};
 use eaglet_runtime::ids::{Generation, Seat};
 use eaglet_runtime::row::PackedRow;
 
+use super::disk::Keep;
 use super::fault::Fault;
 use super::intake::Intake;
 use super::invariants::liveness::AfterFailure;
@@ -430,7 +431,8 @@ impl World {
                 self.die(id, "its coordinator died");
             }
         }
-        match self.disk.crash(&mut self.dice, self.crash_keeps) {
+        let keeps = std::mem::replace(&mut self.crash_keeps, Keep::Any);
+        match self.disk.crash(&mut self.dice, keeps) {
             Ok(real) => {
                 if real {
                     self.counts.note(Fault::TailTorn);
