@@ -48,7 +48,7 @@ use self::ledger::Ledger;
 use self::plan::Plans;
 use self::router::Row;
 use self::seats::Seats;
-use self::steps::StepPhase;
+use self::steps::{Staged, StepPhase};
 use crate::journal::Record;
 
 /// How far a run is.
@@ -358,10 +358,17 @@ impl Engine {
                 epoch,
                 step,
                 gradient,
+                finite,
                 state,
                 lanes,
             } => {
-                self.staged(seat, epoch, step, gradient, state, lanes);
+                let vote = Staged {
+                    gradient,
+                    finite,
+                    state,
+                    lanes,
+                };
+                self.staged(seat, epoch, step, vote);
             }
             RankEvent::Applied { step, state } => self.applied(seat, step, state),
             RankEvent::Checkpointed { step, folder } => self.checkpointed(seat, step, folder),

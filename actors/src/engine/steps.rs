@@ -20,9 +20,10 @@ const GRADIENT_DISPUTES: u32 = 3;
 /// What a replica has staged.
 #[derive(Clone, Debug)]
 pub(super) struct Staged {
-    gradient: Digest,
-    state: Digest,
-    lanes: Vec<LaneMetrics>,
+    pub(super) gradient: Digest,
+    pub(super) finite: bool,
+    pub(super) state: Digest,
+    pub(super) lanes: Vec<LaneMetrics>,
 }
 
 /// What the draft group is doing.
@@ -271,15 +272,7 @@ impl Engine {
         };
     }
 
-    pub(super) fn staged(
-        &mut self,
-        seat: Seat,
-        epoch: Epoch,
-        at: Step,
-        gradient: Digest,
-        state: Digest,
-        lanes: Vec<LaneMetrics>,
-    ) {
+    pub(super) fn staged(&mut self, seat: Seat, epoch: Epoch, at: Step, vote: Staged) {
         // FENCE: a vote counts in its own epoch only.
         if epoch != self.epoch {
             return;
@@ -290,14 +283,7 @@ impl Engine {
         if *step != at || !self.members.contains(&seat.index) {
             return;
         }
-        staged.insert(
-            seat.index,
-            Staged {
-                gradient,
-                state,
-                lanes,
-            },
-        );
+        staged.insert(seat.index, vote);
         if staged.len() == self.members.len() {
             let staged = std::mem::take(staged);
             self.decide(at, &staged);
@@ -328,6 +314,11 @@ impl Engine {
             Some((
                 format!("the gradient that {seat} computed for step {step} is not finite{loss}"),
                 "lower training.learning_rate, look at the samples of that step, or test that rank's memory",
+            ))
+        } else if staged.values().any(|vote| !vote.finite) {
+            Some((
+                format!("the sum of the gradients of step {step} is not finite, though each of them is"),
+                "lower training.learning_rate, or look at the samples of that step",
             ))
         } else if staged.values().any(|vote| vote.gradient != first.gradient) {
             Some((

@@ -282,6 +282,8 @@ pub enum RankEvent {
         step: Step,
         /// Digest of the reduced gradient.
         gradient: Digest,
+        /// Whether the reduced gradient holds nothing but finite numbers.
+        finite: bool,
         /// Digest of weights and moments that the step starts from.
         state: Digest,
         /// What was measured on each lane that this seat computed, ascending.

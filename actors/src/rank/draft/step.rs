@@ -227,25 +227,18 @@ impl DraftWorker {
         if !matches!(&self.phase, Phase::Reducing { reduce, .. } if reduce.is_done()) {
             return Ok(());
         }
-        let Phase::Reducing {
-            step,
-            reduce,
-            mut lanes,
-        } = std::mem::replace(&mut self.phase, Phase::Idle)
-        else {
+        let Phase::Reducing { step, reduce, lanes } = std::mem::replace(&mut self.phase, Phase::Idle) else {
             return Ok(());
         };
         let replica = self.replica.as_ref().ok_or_else(not_loaded)?;
         let gradient = reduce.finish().map_err(RankFault::passing)?;
         faults::reach(Point::Staged, Some(step))?;
-        if !is_finite(&gradient) {
-            // Finite parts may have a sum that is not; it must not be applied either.
-            lanes.iter_mut().for_each(|lane| lane.finite = false);
-        }
         let event = RankEvent::Staged {
             epoch: self.epoch,
             step,
             gradient: Digest::of_f32(&gradient),
+            // Finite parts may have a sum that is not; it must not be applied either.
+            finite: is_finite(&gradient),
             state: replica.digest(),
             lanes,
         };

@@ -20,6 +20,7 @@ const NAME: &str = "FENCE";
 #[derive(Clone, Debug)]
 struct Vote {
     gradient: Digest,
+    finite: bool,
     state: Digest,
     lanes: Vec<LaneMetrics>,
 }
@@ -79,12 +80,14 @@ impl Fence {
                 epoch,
                 step,
                 gradient,
+                finite,
                 state,
                 lanes,
             } if (*epoch, *step) == (self.epoch, self.step) => {
                 if let Some(participant) = participant.filter(|member| member.begun == Some(*step)) {
                     participant.vote = Some(Vote {
                         gradient: *gradient,
+                        finite: *finite,
                         state: *state,
                         lanes: lanes.clone(),
                     });
@@ -235,7 +238,7 @@ impl Fence {
             if (vote.gradient, vote.state) != (other.gradient, other.state) {
                 return broken(NAME, format!("step {step} is decided, and its votes differ"));
             }
-            if vote.lanes.iter().any(|lane| !lane.finite) {
+            if !vote.finite || vote.lanes.iter().any(|lane| !lane.finite) {
                 return broken(
                     NAME,
                     format!("step {step} is decided with a gradient that is not finite"),
