@@ -10,7 +10,7 @@
 //! - ORDER: the batch of a step depends only on the journal ([`Record::Planned`] precedes its use).
 //! - SAME: all replicas hold the same digest at the same step, or the step is not committed.
 //!
-//! Files: `seats` who sits where, `membership` who comes and goes on request, `lanes` who computes what, `group` when the
+//! Files: `seats` who sits where, `losses` what is done about a lost rank, `repair` about a broken link, `membership` who comes and goes on request, `lanes` who computes what, `group` when the
 //! draft replicas form an epoch, `router` which row goes where, `steps` begin, stage, commit, `plan` and `growth` what is
 //! trained, [`ledger`] the account, `replay` the state that a journal implies.
 
@@ -19,8 +19,10 @@ mod group;
 mod growth;
 mod lanes;
 pub mod ledger;
+mod losses;
 mod membership;
 mod plan;
+mod repair;
 mod replay;
 mod router;
 mod seats;
