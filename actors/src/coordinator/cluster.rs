@@ -105,9 +105,11 @@ impl Actor for Cluster {
         match message {
             ClusterMessage::Event(event) => state.feed(&myself, event).await,
             ClusterMessage::Tell(event, done) => {
-                state.feed(&myself, event).await;
-                // An intake that has gone away needs no reply.
-                let _ = done.send(());
+                if state.takes_samples() {
+                    state.feed(&myself, event).await;
+                    // An intake that has gone away needs no reply.
+                    let _ = done.send(());
+                }
             }
             ClusterMessage::Notice(notice) => state.tell_people(notice),
             ClusterMessage::ChangeSeat(change, reply) => {
@@ -116,9 +118,11 @@ impl Actor for Cluster {
             }
             ClusterMessage::Read(request) => state.read(request),
             ClusterMessage::Intake(items, done) => {
-                state.intake(&myself, items).await;
-                // An intake that has gone away needs no reply.
-                let _ = done.send(());
+                if state.takes_samples() {
+                    state.intake(&myself, items).await;
+                    // As above.
+                    let _ = done.send(());
+                }
             }
             ClusterMessage::Stop => {
                 for proxy in state.arguments.registry.proxies().values() {
@@ -186,6 +190,11 @@ fn commits(command: &Command) -> bool {
 }
 
 impl ClusterState {
+    /// Whether the journal still grows. If it does not, the intake gets no reply, and promises nobody anything.
+    fn takes_samples(&self) -> bool {
+        !self.broken && self.arguments.engine.phase() != Phase::Finished
+    }
+
     async fn feed(&mut self, myself: &ActorRef<ClusterMessage>, event: Event) {
         if self.broken {
             return;
@@ -303,6 +312,7 @@ impl ClusterState {
                     seat,
                     generation,
                     row,
+                    lease,
                     documents,
                     destination,
                 } => {
@@ -311,6 +321,7 @@ impl ClusterState {
                             let units = documents.into_iter().map(|(unit, _)| unit).collect();
                             let extraction = Extraction {
                                 row,
+                                lease,
                                 units,
                                 content,
                                 destination,

@@ -8,6 +8,7 @@ use eaglet_runtime::control::transport::{Accepted, Admit};
 use eaglet_runtime::ids::{Generation, Seat};
 use ractor::ActorRef;
 
+use super::is_secret;
 use super::proxy::ProxyMessage;
 
 /// Which proxy an attaching rank belongs to.
@@ -43,7 +44,7 @@ impl Admit for Gate {
                 attach.protocol
             ));
         }
-        if attach.token != self.token {
+        if !is_secret(&attach.token, &self.token) {
             return Err("the rank belongs to another launch".to_owned());
         }
         let key = (attach.seat, attach.generation);

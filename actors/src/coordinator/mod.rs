@@ -160,6 +160,12 @@ pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Re
     let (token, operator_token) = (new_token()?, new_token()?);
     let registry = Registry::default();
 
+    if !address.ip().is_loopback() {
+        warnings.push(format!(
+            "run.listen = {address} can be reached from other machines, and nothing that is said there is encrypted; \
+             use 127.0.0.1 unless that network is yours alone"
+        ));
+    }
     let (monitor, snapshots, observer) = Monitor::start(MonitorArguments {
         config: config.clone(),
         directory: directory.clone(),
@@ -307,6 +313,12 @@ fn stored_bytes(records: &[Record]) -> u64 {
         })
         .max()
         .unwrap_or(0)
+}
+
+/// Compares in a time that does not tell how much of it is right.
+fn is_secret(given: &str, secret: &str) -> bool {
+    let pairs = given.bytes().zip(secret.bytes());
+    given.len() == secret.len() && pairs.fold(0, |differences, (a, b)| differences | (a ^ b)) == 0
 }
 
 /// A secret that no earlier launch had.

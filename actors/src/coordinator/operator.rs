@@ -9,6 +9,7 @@ use tokio::sync::{oneshot, watch};
 
 use super::cluster::ClusterMessage;
 use super::intake::IntakeRequest;
+use super::is_secret;
 use crate::engine::SeatChange;
 use crate::monitor::{RankView, Snapshot};
 
@@ -25,7 +26,7 @@ pub(super) struct Desk {
 
 impl Operate for Desk {
     async fn operate(&self, call: OperatorCall) -> Option<OperatorReply> {
-        if call.token != self.token {
+        if !is_secret(&call.token, &self.token) {
             return None;
         }
         let (reply, answer) = oneshot::channel();

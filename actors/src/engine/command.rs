@@ -118,7 +118,7 @@ pub struct StoredSample {
 /// A change of the ranks of a live run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SeatChange {
-    /// A rank on the lowest seat that was never used, or back on a seat that was given up.
+    /// A rank on a new seat, behind the last one of its role.
     Add {
         /// What it does.
         role: Role,
@@ -130,7 +130,7 @@ pub enum SeatChange {
         /// Its seat.
         seat: Seat,
     },
-    /// The rank is killed and its seat filled again, now and with a clean slate.
+    /// The rank is killed and its seat filled again, now and with a clean slate; also a seat that is empty for good.
     Restart {
         /// Its seat.
         seat: Seat,
@@ -180,6 +180,8 @@ pub enum Command {
         generation: Generation,
         /// The row.
         row: RowId,
+        /// Number of the lease.
+        lease: u64,
         /// Its documents.
         documents: Vec<(Unit, Location)>,
         /// Who gets the hidden states.

@@ -23,7 +23,10 @@ impl Engine {
         let orphans: Vec<Seat> = self
             .seats
             .iter()
-            .filter(|(_, state)| state.donor == Some((seat.index, generation)))
+            .filter(|(_, state)| {
+                // Who has left since, or is about to, needs no state any more.
+                state.status == Status::Loading && state.donor == Some((seat.index, generation))
+            })
             .map(|(seat, _)| seat)
             .collect();
         for orphan in orphans {
@@ -77,6 +80,28 @@ impl Engine {
         state.donor = None;
         // Who only built its model beside a running group holds nothing that counts.
         state.state = (!state.builds_only).then_some((step, digest));
+    }
+
+    /// A donor says that its state did not get through: it is asked for again.
+    pub(super) fn state_not_sent(
+        &mut self,
+        donor: Seat,
+        generation: Generation,
+        to: (u16, Generation),
+        reason: &str,
+    ) {
+        let seat = Seat::draft(to.0);
+        if !self.seats.is_current(seat, to.1) {
+            return;
+        }
+        let state = self.seats.get_mut(seat);
+        if state.donor == Some((donor.index, generation)) && state.status == Status::Loading {
+            state.donor = None;
+            state.status = Status::Attached;
+            self.warn(format!(
+                "{donor} could not send its state to {seat}: {reason}; it is sent again"
+            ));
+        }
     }
 
     pub(super) fn group_ready(&mut self, seat: Seat, epoch: Epoch) {
@@ -135,6 +160,21 @@ impl Engine {
                     && state.state == Some(common)
             })
             .collect();
+        // SAME: whoever is ready at this step with other weights was spoilt on the way.
+        let spoilt: Vec<Seat> = self
+            .seats
+            .active(Role::Draft)
+            .filter(|&seat| {
+                let state = self.seats.get(seat);
+                let at = state.state.filter(|_| state.status == Status::Ready);
+                at.is_some_and(|(step, digest)| step == common.0 && digest != common.1)
+            })
+            .collect();
+        for seat in spoilt {
+            self.seats.get_mut(seat).state = None;
+            self.seats.get_mut(seat).status = Status::Loading;
+            self.kill(seat, "its weights are not those of the others at the same step");
+        }
         self.members = here.iter().map(|seat| seat.index).collect();
         self.forming_since_ms = self.now_ms;
         let epoch = self.epoch;
@@ -212,7 +252,11 @@ impl Engine {
     /// Whether somebody could join at this step boundary, or wants to leave and can.
     pub(super) fn membership_changes(&self) -> bool {
         self.seats.active(Role::Draft).any(|seat| {
-            let joins = self.seats.get(seat).status == Status::Ready && !self.members.contains(&seat.index);
+            let state = self.seats.get(seat);
+            // Who still applies a step would be left out again.
+            let joins = state.status == Status::Ready
+                && state.applying_since_ms.is_none()
+                && !self.members.contains(&seat.index);
             joins || self.can_leave(seat)
         })
     }
@@ -243,10 +287,13 @@ impl Engine {
 
     fn heal(&mut self) {
         let seats: Vec<Seat> = self.seats.active(Role::Draft).collect();
+        // Steps before the latest checkpoint are not done again: whoever is left behind it reads it, too.
+        let saved = self.latest_checkpoint().map(|known| known.step);
         let best = seats
             .iter()
             .filter(|&&seat| self.seats.get(seat).status == Status::Ready)
             .filter_map(|&seat| self.seats.get(seat).state.map(|(step, _)| (step, seat)))
+            .filter(|&(step, _)| saved.is_none_or(|saved| step >= saved))
             .max_by_key(|&(step, seat)| (step, std::cmp::Reverse(seat)));
         for seat in seats {
             let state = self.seats.get(seat);
@@ -256,7 +303,8 @@ impl Engine {
                 && state.applying_since_ms.is_none()
                 && match (state.state, best) {
                     (Some((step, _)), Some((top, _))) => step < top,
-                    (held, _) => held.is_none(),
+                    (Some((step, _)), None) => saved.is_some_and(|saved| step < saved),
+                    (None, _) => true,
                 };
             if state.status != Status::Attached && !behind {
                 continue;

@@ -8,7 +8,8 @@ use std::path::PathBuf;
 use eaglet_runtime::ids::{SampleSeq, Unit};
 
 use super::ledger::UnitState;
-use super::{Engine, Growth, Phase, SampleFact, StoredSample};
+use super::settings::{Length, Turn};
+use super::{Engine, Pace, Phase, SampleFact, StoredSample};
 use crate::journal::Record;
 
 impl Engine {
@@ -53,13 +54,38 @@ impl Engine {
         self.append(Record::Grown { total_steps }, true);
     }
 
-    /// The length of the run changes; the learning rate follows from here on.
+    /// The number of steps changes; the learning rate follows from here on.
     pub(super) fn set_total(&mut self, total_steps: u64) {
         self.total_steps = total_steps;
-        self.growth = (self.committed.0 > 0).then_some(Growth {
-            grown_at: self.committed.0,
-            before: self.last_rate,
-        });
+        self.pace.turned = self.turn();
+    }
+
+    fn turn(&self) -> Option<Turn> {
+        (self.committed.0 > 0).then_some(Turn {
+            at: self.committed.0,
+            rate: self.last_rate,
+        })
+    }
+
+    /// The length of the run, as far as it is known.
+    pub(super) fn length(&self) -> Length {
+        match self.settings.step_limit {
+            _ if !self.open => Length::Whole(self.total_steps),
+            // More than that will not be trained, whatever comes.
+            Some(limit) => Length::Whole(limit),
+            None => Length::SoFar(self.total_steps),
+        }
+    }
+
+    /// The length of an open run is known from here on.
+    pub(super) fn set_closed(&mut self) {
+        self.open = false;
+        if self.settings.step_limit.is_none() {
+            self.pace = Pace {
+                turned: None,
+                closed: self.turn(),
+            };
+        }
     }
 
     pub(super) fn add_source(&mut self, file: PathBuf) {
@@ -71,7 +97,7 @@ impl Engine {
 
     pub(super) fn close_intake(&mut self) {
         if self.open {
-            self.open = false;
+            self.set_closed();
             self.notice("no more samples will be read; the run ends when all are trained");
             self.append(Record::Closed, true);
         }

@@ -17,7 +17,7 @@ impl Engine {
                 SeatChange::Restart { seat } => self.restart_seat(seat),
             }
         } else {
-            Err("the run is about to end".to_owned())
+            Err("the run is about to end; launch it again with other [[ranks]]".to_owned())
         };
         self.commands.push(Command::Answer { ticket, answer });
     }
@@ -35,7 +35,9 @@ impl Engine {
             Some(last) => last
                 .checked_add(1)
                 .filter(|&index| index < u16::MAX)
-                .ok_or_else(|| format!("all numbers of {role} seats are used"))?,
+                .ok_or_else(|| {
+                    format!("all numbers of {role} seats are used; restart an empty one instead")
+                })?,
         };
         let seat = Seat { role, index };
         self.seats.open(seat, self.now_ms);
@@ -52,7 +54,9 @@ impl Engine {
         self.known(seat)?;
         let state = self.seats.get(seat);
         if !state.is_active() || state.removed {
-            return Err(format!("{seat} is not there any more"));
+            return Err(format!(
+                "{seat} was removed or given up already; `eaglet ranks restart {seat}` brings it back"
+            ));
         }
         let others = self
             .seats
@@ -81,6 +85,10 @@ impl Engine {
     fn restart_seat(&mut self, seat: Seat) -> Result<String, String> {
         self.known(seat)?;
         let now_ms = self.now_ms;
+        if self.seats.get(seat).removed {
+            self.seats.get_mut(seat).removed = false;
+            self.append(Record::SeatAdded { seat, threads: 0 }, true);
+        }
         match self.seats.get(seat).status {
             Status::Leaving => Err(format!("{seat} is just leaving; ask again when it is gone")),
             Status::Empty => {

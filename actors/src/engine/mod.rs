@@ -10,7 +10,7 @@
 //! - ORDER: the batch of a step depends only on the journal ([`Record::Planned`] precedes its use).
 //! - SAME: all replicas hold the same digest at the same step, or the step is not committed.
 //!
-//! Files: `seats` who sits where, `membership` who comes and goes on request, `lanes` who computes what, `group` when the
+//! Files: `seats` who sits where, `losses` what is done about a lost rank, `repair` about a broken link, `membership` who comes and goes on request, `lanes` who computes what, `group` when the
 //! draft replicas form an epoch, `router` which row goes where, `steps` begin, stage, commit, `plan` and `growth` what is
 //! trained, [`ledger`] the account, `replay` the state that a journal implies.
 
@@ -19,8 +19,10 @@ mod group;
 mod growth;
 mod lanes;
 pub mod ledger;
+mod losses;
 mod membership;
 mod plan;
+mod repair;
 mod replay;
 mod router;
 mod seats;
@@ -41,14 +43,14 @@ use eaglet_runtime::ids::{Epoch, Generation, RowId, SampleSeq, Seat, Step};
 use eaglet_runtime::samples::Location;
 pub use ledger::LedgerCounts;
 pub use replay::ReplayError;
-pub use settings::{Fall, Growth, LearningRate, RestartPolicy, Settings, WhenExhausted};
+pub use settings::{Fall, LearningRate, Length, Pace, RestartPolicy, Settings, Turn, WhenExhausted};
 pub use view::{EngineView, SeatView};
 
 use self::ledger::Ledger;
 use self::plan::Plans;
 use self::router::Row;
 use self::seats::Seats;
-use self::steps::StepPhase;
+use self::steps::{Staged, StepPhase};
 use crate::journal::Record;
 
 /// How far a run is.
@@ -111,7 +113,7 @@ pub struct Engine {
     held_out: Vec<Vec<u32>>,
     prepared: bool,
     total_steps: u64,
-    growth: Option<Growth>,
+    pace: Pace,
     /// Learning rate of the last committed step.
     last_rate: f64,
     plans: Plans,
@@ -130,11 +132,15 @@ pub struct Engine {
     /// The draft seat that computes each lane, `[lanes]`.
     owners: Vec<Option<u16>>,
     rows: BTreeMap<RowId, Row>,
+    /// Leases given so far in this launch.
+    leases: u64,
     step_phase: StepPhase,
     evaluated: Option<(Step, Acceptance)>,
     /// Lanes whose held-out row the verifier refused.
     held_out_refused: BTreeSet<u16>,
     gradient_disputes: u32,
+    /// Steps in a row of which the verifier refused every sample.
+    refused_steps: u32,
     /// A link between replicas that broke: its sender, the epoch, and when that was heard.
     broken_link: Option<(Seat, Generation, Epoch, u64)>,
     extracted_tokens: u64,
@@ -174,7 +180,7 @@ impl Engine {
             held_out: Vec::new(),
             prepared: false,
             total_steps: 0,
-            growth: None,
+            pace: Pace::default(),
             last_rate: 0.0,
             plans: Plans::default(),
             committed: Step::default(),
@@ -188,10 +194,12 @@ impl Engine {
             forming_since_ms: now_ms,
             owners: vec![None; lanes],
             rows: BTreeMap::new(),
+            leases: 0,
             step_phase: StepPhase::Idle,
             evaluated: None,
             held_out_refused: BTreeSet::new(),
             gradient_disputes: 0,
+            refused_steps: 0,
             broken_link: None,
             extracted_tokens: 0,
             launch: 0,
@@ -291,6 +299,7 @@ impl Engine {
 
     /// Everything that has become possible.
     fn advance(&mut self) {
+        self.keep_roles();
         self.respawn();
         self.plan_ahead();
         self.advance_group();
@@ -333,7 +342,12 @@ impl Engine {
             RankEvent::BadSample { row, unit, reason } => {
                 self.bad_sample(seat, generation, row, unit, &reason)
             }
-            RankEvent::Received { row } => self.row_received(seat, generation, row),
+            RankEvent::Received { row, lease } => self.row_received(seat, generation, row, lease),
+            RankEvent::StateNotSent {
+                seat: draft,
+                generation: occupant,
+                reason,
+            } => self.state_not_sent(seat, generation, (draft, occupant), &reason),
             RankEvent::LinkBroken {
                 from,
                 generation: sender,
@@ -346,10 +360,17 @@ impl Engine {
                 epoch,
                 step,
                 gradient,
+                finite,
                 state,
                 lanes,
             } => {
-                self.staged(seat, epoch, step, gradient, state, lanes);
+                let vote = Staged {
+                    gradient,
+                    finite,
+                    state,
+                    lanes,
+                };
+                self.staged(seat, epoch, step, vote);
             }
             RankEvent::Applied { step, state } => self.applied(seat, step, state),
             RankEvent::Checkpointed { step, folder } => self.checkpointed(seat, step, folder),

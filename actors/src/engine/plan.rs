@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use eaglet_runtime::ids::{SampleSeq, Step, Unit};
+use eaglet_runtime::ids::{RowId, SampleSeq, Step, Unit};
 use eaglet_runtime::samples::{Location, plan_step};
 
 use super::ledger::UnitState;
@@ -13,6 +13,9 @@ use crate::journal::{Record, SampleSource};
 
 /// Refused rows and answers that are told one by one.
 const REFUSALS_SHOWN: u64 = 5;
+
+/// So many steps in a row whose samples are all refused end the run.
+const REFUSED_STEPS: u32 = 3;
 
 /// Units that wait for a row, and the rows that were decided.
 #[derive(Debug, Default)]
@@ -206,7 +209,7 @@ impl Engine {
         let horizon = (self.committed.0 + self.settings.prefetch_steps).min(self.total_steps);
         while self.plans.next.0 < horizon {
             let Some(rows) = self.plan_from(self.lengths(&self.plans.unplanned)) else {
-                self.total_steps = self.plans.next.0;
+                self.correct_total(self.plans.next.0);
                 return;
             };
             let step = self.plans.next;
@@ -215,12 +218,77 @@ impl Engine {
         }
     }
 
+    /// Takes a plan over: of the next step, or of one whose samples were all refused, which then gets those of the last step
+    /// that is planned, or new ones.
     pub(super) fn adopt_plan(&mut self, step: Step, rows: Vec<Vec<Unit>>) {
         for unit in rows.iter().flatten() {
             self.plans.unplanned.remove(unit);
         }
+        if step == self.plans.next {
+            self.plans.next = step.next();
+        } else if let Some((&last, units)) = self.plans.steps.last_key_value()
+            && last > step
+            && *units == rows
+        {
+            self.plans.steps.remove(&last);
+            self.plans.next = last;
+        }
         self.plans.steps.insert(step, rows);
-        self.plans.next = step.next();
+    }
+
+    /// The verifier refused every sample of a step: it gets other ones. If that happens again and again, the verifier is
+    /// to blame, not the samples.
+    pub(super) fn plan_again(&mut self, step: Step) {
+        self.refused_steps += 1;
+        if self.refused_steps >= REFUSED_STEPS {
+            self.fail(format!(
+                "the verifier refused every sample of step {step}, {} times in a row with other samples; look at its \
+                 weights, at verifier.path, and at the reasons above",
+                self.refused_steps
+            ));
+            return;
+        }
+        let last = self
+            .plans
+            .steps
+            .last_key_value()
+            .filter(|(last, _)| **last > step)
+            .map(|(&last, rows)| (last, rows.clone()));
+        let rows = match (self.plan_from(self.lengths(&self.plans.unplanned)), last) {
+            (Some(rows), _) => rows,
+            (None, Some((last, rows))) => {
+                for lane in 0..self.settings.lanes {
+                    let row = RowId::Train { step: last, lane };
+                    self.give_back(|other, _| other == row);
+                    self.void_row(row);
+                }
+                rows
+            }
+            (None, None) => {
+                // Nothing is left to train: the run ends, or waits, one step earlier.
+                self.plans.steps.remove(&step);
+                self.plans.next = step;
+                self.correct_total(step.0);
+                return;
+            }
+        };
+        self.warn(format!(
+            "the verifier refused every sample of step {step}; the step gets other ones"
+        ));
+        self.adopt_plan(step, rows.clone());
+        for lane in 0..self.settings.lanes {
+            self.void_row(RowId::Train { step, lane });
+        }
+        self.append(Record::Planned { step, rows }, false);
+        self.correct_total(self.total_of_all());
+    }
+
+    /// The run turns out to have another length than was counted.
+    fn correct_total(&mut self, total_steps: u64) {
+        if total_steps != self.total_steps {
+            self.set_total(total_steps);
+            self.append(Record::Grown { total_steps }, false);
+        }
     }
 
     /// File and line of a sample.

@@ -114,7 +114,13 @@ impl Engine {
                         self.settings.lanes
                     )));
                 }
-                if *step != self.plans.next {
+                let again = *step >= self.committed
+                    && self
+                        .plans
+                        .steps
+                        .get(step)
+                        .is_some_and(|rows| rows.iter().all(Vec::is_empty));
+                if *step != self.plans.next && !again {
                     return Err(Refusal::Contradiction(format!(
                         "step {step} is planned out of order"
                     )));
@@ -156,7 +162,7 @@ impl Engine {
             }
             Record::Grown { total_steps } => self.set_total(*total_steps),
             Record::SourceAdded { file } => self.added_sources.push(file.clone()),
-            Record::Closed => self.open = false,
+            Record::Closed => self.set_closed(),
             Record::Retried { sample, stored } => {
                 if !self.readmit(*sample, *stored) {
                     return Err(Refusal::Contradiction(format!(

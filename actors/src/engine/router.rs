@@ -1,7 +1,7 @@
 //! Which row goes to which verifier, and where its hidden states lie.
 
 use eaglet_runtime::control::{CoordinatorCommand, HeldOutRequest};
-use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Step, Unit};
+use eaglet_runtime::ids::{Generation, Role, RowId, Seat, Step, Unit};
 
 use super::ledger::UnitState;
 use super::seats::Status;
@@ -11,14 +11,8 @@ use crate::journal::Record;
 /// Rows a verifier may hold at once: one in work, one behind it so that it never waits for the coordinator.
 const LEASES_PER_VERIFIER: usize = 2;
 
-/// The end of a process is known well before this.
-const BROKEN_LINK_PATIENCE_MS: u64 = 300;
-
-/// A verifier that works gets this many times the limit before its row is given to another one.
-const PATIENCE_WITH_WORK: u64 = 4;
-
 /// An occupant of a draft seat.
-type Occupant = (u16, Generation);
+pub(super) type Occupant = (u16, Generation);
 
 /// Where a row's hidden states are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,7 +47,7 @@ impl RowState {
     }
 
     /// Whether it is in the hands of an occupant of a verifier seat.
-    fn is_with(self, seat: Seat, occupant: Generation) -> bool {
+    pub(super) fn is_with(self, seat: Seat, occupant: Generation) -> bool {
         matches!(self, Self::Leased { verifier, generation, .. } | Self::Sent { verifier, generation, .. }
             if verifier == seat.index && generation == occupant)
     }
@@ -63,17 +57,20 @@ impl RowState {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Row {
     pub(super) state: RowState,
-    since_ms: u64,
+    pub(super) since_ms: u64,
+    /// FENCE: what was extracted for an earlier lease holds samples that are not in the row any more.
+    valid_from_lease: u64,
 }
 
 impl Engine {
     /// The step that the draft replicas are at, or will be at once they have loaded.
     pub(super) fn base_step(&self) -> Step {
+        let saved = self.latest_checkpoint().map(|checkpoint| checkpoint.step);
         self.seats
             .active(Role::Draft)
             .filter_map(|seat| self.seats.get(seat).state.map(|(step, _)| step))
             .max()
-            .or_else(|| self.latest_checkpoint().map(|checkpoint| checkpoint.step))
+            .max(saved)
             .unwrap_or_default()
     }
 
@@ -85,6 +82,9 @@ impl Engine {
         let base = self.base_step();
         self.rows
             .retain(|row, _| !matches!(row, RowId::Train { step, .. } if *step < base));
+        if self.free_verifier().is_none() {
+            return; // most of the time all of them are busy
+        }
         let mut wanted = Vec::new();
         let last = (base.0 + self.settings.prefetch_steps).min(self.total_steps);
         let stopping = matches!(self.phase, Phase::Closing { .. });
@@ -135,6 +135,8 @@ impl Engine {
 
     fn lease(&mut self, row: RowId, verifier: Seat, destination: eaglet_runtime::control::Member) {
         let generation = self.seats.get(verifier).generation;
+        self.leases += 1;
+        let lease = self.leases;
         let to = (destination.seat, destination.generation);
         self.place_row(
             row,
@@ -158,6 +160,7 @@ impl Engine {
                     seat: verifier,
                     generation,
                     row,
+                    lease,
                     documents,
                     destination,
                 });
@@ -165,6 +168,7 @@ impl Engine {
             RowId::HeldOut { lane } => {
                 let request = HeldOutRequest {
                     row,
+                    lease,
                     prompts: self.held_out_prompts(lane).cloned().collect(),
                     max_new_tokens: self.settings.max_new_tokens,
                     destination,
@@ -221,12 +225,37 @@ impl Engine {
     }
 
     fn place_row(&mut self, row: RowId, state: RowState) {
+        let valid_from_lease = self.rows.get(&row).map_or(0, |row| row.valid_from_lease);
         let since_ms = self.now_ms;
-        self.rows.insert(row, Row { state, since_ms });
+        self.rows.insert(
+            row,
+            Row {
+                state,
+                since_ms,
+                valid_from_lease,
+            },
+        );
     }
 
-    pub(super) fn row_received(&mut self, draft: Seat, generation: Generation, row: RowId) {
-        let Some(state) = self.rows.get(&row).map(|row| row.state) else {
+    /// A row has other samples than before: what was extracted of it until now is void.
+    pub(super) fn void_row(&mut self, row: RowId) {
+        self.rows.insert(
+            row,
+            Row {
+                state: RowState::Waiting,
+                since_ms: self.now_ms,
+                valid_from_lease: self.leases + 1,
+            },
+        );
+    }
+
+    pub(super) fn row_received(&mut self, draft: Seat, generation: Generation, row: RowId, lease: u64) {
+        let Some(state) = self
+            .rows
+            .get(&row)
+            .filter(|row| lease >= row.valid_from_lease)
+            .map(|row| row.state)
+        else {
             return;
         };
         if self.owner_of(row.lane()) != Some(draft) || matches!(state, RowState::Held { .. }) {
@@ -285,13 +314,14 @@ impl Engine {
         }
         if step < self.committed {
             self.fail(format!(
-                "sample {} was trained before and is refused now: {reason}",
+                "sample {} was trained before and is refused now: {reason}; this verifier does not repeat its own \
+                 arithmetic: test the memory of its host",
                 unit.sample
             ));
             return;
         }
         self.move_units(step, lane, UnitState::Pending);
-        self.place_row(row, RowState::Waiting);
+        self.void_row(row);
         self.quarantine(step, unit);
         let place = self
             .samples
@@ -324,104 +354,6 @@ impl Engine {
             self.fail(format!(
                 "the ledger does not add up: {error}; this is a defect of eaglet"
             ));
-        }
-    }
-
-    pub(super) fn link_broken(
-        &mut self,
-        draft: Seat,
-        from: Seat,
-        sender: Generation,
-        epoch: Epoch,
-        reason: &str,
-    ) {
-        if !self.seats.is_current(from, sender) {
-            return; // its process is gone, and its rows were given back then
-        }
-        if from.role == Role::Draft {
-            let newcomer = self.seats.get_mut(draft);
-            if newcomer.donor == Some((from.index, sender)) {
-                // The state did not arrive whole: it is asked for again.
-                newcomer.donor = None;
-                newcomer.status = Status::Attached;
-            }
-            // FENCE: links of an older epoch are gone with it. Most often the sender has just died, and its end is on
-            // the way: tick waits for it.
-            if epoch == self.epoch && !self.members.is_empty() {
-                self.broken_link = Some((from, sender, epoch, self.now_ms));
-            }
-            return;
-        }
-        self.warn(format!(
-            "the link from {from} to {draft} broke: {reason}; its rows are extracted again"
-        ));
-        self.give_back(|_, state| {
-            state.destination().is_some_and(|(seat, _)| seat == draft.index) && state.is_with(from, sender)
-        });
-    }
-
-    /// Gives up on rows of which nothing was heard for too long: a message about them was lost.
-    pub(super) fn expire_rows(&mut self) {
-        let limit_ms = self.settings.step_timeout_ms;
-        let now_ms = self.now_ms;
-        let overdue: Vec<RowId> = self
-            .rows
-            .iter()
-            .filter(|(_, row)| now_ms > row.since_ms + limit_ms)
-            .filter(|(_, row)| match row.state {
-                RowState::Waiting | RowState::Held { .. } => false,
-                RowState::Sent { .. } => true,
-                // Whoever works may just be slow; but one message that is lost must not wait for ever.
-                RowState::Leased { verifier, .. } => {
-                    !self.seats.get(Seat::verifier(verifier)).is_busy()
-                        || now_ms > row.since_ms + PATIENCE_WITH_WORK * limit_ms
-                }
-            })
-            .map(|(&id, _)| id)
-            .collect();
-        for row in overdue {
-            self.warn(format!(
-                "the {row} did not arrive within {limit_ms} ms; it is extracted again"
-            ));
-            self.give_back(|other, _| other == row);
-        }
-        // An answer may be lost after its row was given back for another reason.
-        self.seats
-            .expire_leases(now_ms, limit_ms, PATIENCE_WITH_WORK * limit_ms);
-    }
-
-    /// Forms the group again if a link between two replicas broke and both are still alive a while later.
-    pub(super) fn mend_group(&mut self) {
-        let Some((from, sender, epoch, since_ms)) = self.broken_link else {
-            return;
-        };
-        if self.now_ms < since_ms + BROKEN_LINK_PATIENCE_MS {
-            return;
-        }
-        self.broken_link = None;
-        if self.seats.is_current(from, sender) && epoch == self.epoch {
-            self.warn(format!(
-                "a link from {from} broke, and {from} lives; the epoch is formed again"
-            ));
-            self.restart_epoch();
-        }
-    }
-
-    /// A verifier could not hand a row over. If its receiver lives, the two cannot reach each other, and a new occupant
-    /// of the seat gets a new chance.
-    pub(super) fn row_not_sent(
-        &mut self,
-        verifier: Seat,
-        generation: Generation,
-        row: RowId,
-        destination: Occupant,
-        reason: &str,
-    ) {
-        self.seats.get_mut(verifier).leases.remove(&row);
-        let draft = Seat::draft(destination.0);
-        self.give_back(|other, state| other == row && state.is_with(verifier, generation));
-        if self.seats.is_current(draft, destination.1) && self.seats.get(draft).is_active() {
-            self.kill(draft, &format!("{verifier} cannot send it the {row}: {reason}"));
         }
     }
 

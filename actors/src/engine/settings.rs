@@ -88,31 +88,72 @@ impl LearningRate {
         }
     }
 
-    /// The rate of the step that follows `done` steps.
+    /// The rate of the step that follows `done` steps, in a run of a known length or of one that is not known yet.
     ///
-    /// When the run grew after `grown_at` steps, of which the last had the rate `before`, the schedule is stretched to
-    /// the new length; the rate climbs to the stretched curve no faster than it climbs in the warm-up, so it never jumps.
-    pub fn at(&self, done: u64, total_steps: u64, growth: Option<Growth>) -> f64 {
-        let schedule = self.schedule(total_steps);
-        let curve = schedule.learning_rate(done);
-        match growth {
-            None => curve,
-            Some(Growth { grown_at, before }) => {
-                let climbed =
-                    (done.saturating_sub(grown_at) + 1) as f64 / schedule.warmup_steps.max(1) as f64;
-                curve.min(before + climbed * self.peak)
+    /// While the length is not known the rate rises over the warm-up part of what is known and then stays. Once it is,
+    /// the rate falls from where it is to zero over the steps that are left. When a run of known length becomes longer or
+    /// shorter, its schedule is stretched, and the rate goes from where it is to the stretched curve no faster than it
+    /// rises in the warm-up, or by a hundredth of the peak a step without one.
+    pub fn at(&self, done: u64, length: Length, pace: Pace) -> f64 {
+        let (curve, total_steps) = match (length, pace.closed) {
+            (Length::SoFar(total), _) => {
+                let schedule = self.schedule(total);
+                let rise = Schedule {
+                    decay: Decay::Constant { decay_steps: 0 },
+                    ..schedule
+                };
+                (rise.learning_rate(done), total)
             }
-        }
+            (Length::Whole(total), Some(Turn { at, rate })) => {
+                let rest = Schedule {
+                    peak: rate,
+                    warmup_steps: 0,
+                    total_steps: total.saturating_sub(at),
+                    decay: self.schedule(total.saturating_sub(at)).decay,
+                };
+                (rest.learning_rate(done.saturating_sub(at)), total)
+            }
+            (Length::Whole(total), None) => (self.schedule(total).learning_rate(done), total),
+        };
+        let Some(Turn { at, rate }) = pace.turned else {
+            return curve;
+        };
+        let warmup_steps = self.schedule(total_steps).warmup_steps;
+        let slope = if warmup_steps > 0 {
+            self.peak / warmup_steps as f64
+        } else {
+            self.peak / 100.0
+        };
+        let reach = (done.saturating_sub(at) + 1) as f64 * slope;
+        curve.clamp(rate - reach, rate + reach).max(0.0)
     }
 }
 
-/// The last time a run became longer.
+/// The length of a run, as far as it is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Length {
+    /// All steps.
+    Whole(u64),
+    /// The steps of what was read so far; more may come.
+    SoFar(u64),
+}
+
+/// Where the course of the learning rate took a turn.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Pace {
+    /// The last time the number of steps changed.
+    pub turned: Option<Turn>,
+    /// When an open run learnt its length.
+    pub closed: Option<Turn>,
+}
+
+/// Steps that were committed at a turn, and the rate of the last of them.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Growth {
+pub struct Turn {
     /// Steps committed by then.
-    pub grown_at: u64,
+    pub at: u64,
     /// Learning rate of the last of them.
-    pub before: f64,
+    pub rate: f64,
 }
 
 /// What the engine must know of `cluster.toml`.

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-use eaglet_runtime::control::{Acceptance, CoordinatorCommand, LaneMetrics};
+use eaglet_runtime::control::{Acceptance, Activity, CoordinatorCommand, LaneMetrics};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, RowId, Seat, Step};
 
@@ -20,9 +20,10 @@ const GRADIENT_DISPUTES: u32 = 3;
 /// What a replica has staged.
 #[derive(Clone, Debug)]
 pub(super) struct Staged {
-    gradient: Digest,
-    state: Digest,
-    lanes: Vec<LaneMetrics>,
+    pub(super) gradient: Digest,
+    pub(super) finite: bool,
+    pub(super) state: Digest,
+    pub(super) lanes: Vec<LaneMetrics>,
 }
 
 /// What the draft group is doing.
@@ -79,6 +80,7 @@ impl Engine {
         if self.membership_changes() && matches!(self.phase, Phase::Training) {
             self.restart_epoch();
             self.advance_group();
+            self.route();
             return;
         }
         match self.phase {
@@ -103,6 +105,7 @@ impl Engine {
             Phase::Closing { drained: false } if at < self.committed => {
                 // All replicas were lost at the very end: they catch up from a checkpoint first.
                 self.phase = Phase::Training;
+                self.route();
                 self.advance_step();
             }
             Phase::Closing { drained } => {
@@ -253,12 +256,10 @@ impl Engine {
             return;
         }
         if lanes.is_empty() {
-            self.fail(format!(
-                "the verifier refused every sample of step {step}; look at its weights, at verifier.path, and at the reasons \
-                 above"
-            ));
+            self.plan_again(step);
             return;
         }
+        self.refused_steps = 0;
         let epoch = self.epoch;
         for seat in self.members() {
             let lanes = lanes.clone();
@@ -271,15 +272,7 @@ impl Engine {
         };
     }
 
-    pub(super) fn staged(
-        &mut self,
-        seat: Seat,
-        epoch: Epoch,
-        at: Step,
-        gradient: Digest,
-        state: Digest,
-        lanes: Vec<LaneMetrics>,
-    ) {
+    pub(super) fn staged(&mut self, seat: Seat, epoch: Epoch, at: Step, vote: Staged) {
         // FENCE: a vote counts in its own epoch only.
         if epoch != self.epoch {
             return;
@@ -290,14 +283,7 @@ impl Engine {
         if *step != at || !self.members.contains(&seat.index) {
             return;
         }
-        staged.insert(
-            seat.index,
-            Staged {
-                gradient,
-                state,
-                lanes,
-            },
-        );
+        staged.insert(seat.index, vote);
         if staged.len() == self.members.len() {
             let staged = std::mem::take(staged);
             self.decide(at, &staged);
@@ -328,6 +314,11 @@ impl Engine {
             Some((
                 format!("the gradient that {seat} computed for step {step} is not finite{loss}"),
                 "lower training.learning_rate, look at the samples of that step, or test that rank's memory",
+            ))
+        } else if staged.values().any(|vote| !vote.finite) {
+            Some((
+                format!("the sum of the gradients of step {step} is not finite, though each of them is"),
+                "lower training.learning_rate, or look at the samples of that step",
             ))
         } else if staged.values().any(|vote| vote.gradient != first.gradient) {
             Some((
@@ -405,11 +396,7 @@ impl Engine {
     fn report(&self, step: Step, staged: &BTreeMap<u16, Staged>, replay: bool) -> StepReport {
         // A step that is done again is applied with the rate that it was committed with.
         let learning_rate = self.history.get(&step).filter(|_| replay).map_or_else(
-            || {
-                self.settings
-                    .learning_rate
-                    .at(step.0, self.total_steps, self.growth)
-            },
+            || self.settings.learning_rate.at(step.0, self.length(), self.pace),
             |known| known.learning_rate,
         );
         let mut report = StepReport {
@@ -461,9 +448,11 @@ impl Engine {
         }
     }
 
-    /// Seats that keep a step waiting for longer than they may.
+    /// Seats that keep a step waiting for longer than they may: a limit for each of the lanes that its slowest member has.
     pub(super) fn late_in_step(&self) -> Vec<Seat> {
-        let late = |since_ms: u64| self.now_ms > since_ms + self.settings.step_timeout_ms;
+        let lanes = self.members().map(|seat| self.lanes_of(seat).count()).max();
+        let limit_ms = self.settings.step_timeout_ms * lanes.unwrap_or(1).max(1) as u64;
+        let late = |since_ms: u64| self.now_ms > since_ms + limit_ms;
         let mut seats: Vec<Seat> = self
             .seats
             .iter()
@@ -472,7 +461,16 @@ impl Engine {
             .collect();
         match &self.step_phase {
             StepPhase::Running { since_ms, staged, .. } if late(*since_ms) => {
-                seats.extend(self.members().filter(|seat| !staged.contains_key(&seat.index)));
+                let missing = || self.members().filter(|seat| !staged.contains_key(&seat.index));
+                let waits = |seat: &Seat| {
+                    let beat = self.seats.get(*seat).beat;
+                    beat.is_some_and(|beat| matches!(beat.activity, Activity::Reducing | Activity::Idle))
+                };
+                // Whoever waits for another one's gradient is not the cause, as long as there is another one.
+                seats.extend(missing().filter(|seat| !waits(seat)));
+                if seats.is_empty() {
+                    seats.extend(missing());
+                }
             }
             StepPhase::Evaluating {
                 since_ms, waiting, ..

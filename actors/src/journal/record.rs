@@ -71,7 +71,7 @@ pub enum Record {
         /// Per lane, the units of its row.
         rows: Vec<Vec<Unit>>,
     },
-    /// More was read after training had begun.
+    /// The run has another number of steps than was counted before: more was read, or samples were refused.
     Grown {
         /// Steps of the whole run from now on.
         total_steps: u64,

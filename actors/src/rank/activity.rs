@@ -24,6 +24,11 @@ impl ActivityGauge {
         }
     }
 
+    /// Notes that an activity begins, even if it is the same again.
+    pub(super) fn restart(&self, activity: Activity) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = (activity, Instant::now());
+    }
+
     /// The activity, and for how long.
     pub(super) fn read(&self) -> (Activity, u64) {
         let note = self.0.lock().unwrap_or_else(PoisonError::into_inner);

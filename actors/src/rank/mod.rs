@@ -11,21 +11,25 @@
 mod activity;
 mod control;
 mod draft;
-mod gradient;
 mod verifier;
 
 use std::path::PathBuf;
+use std::time::Duration;
 
-use crossbeam_channel::Receiver;
+use crossbeam_channel::{Receiver, RecvTimeoutError, TryRecvError};
 use eaglet_runtime::control::{Activity, Attach, CoordinatorCommand, PROTOCOL, RankEvent};
+use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Generation, Role, Seat};
-use eaglet_runtime::link::{BulkEvent, BulkListener, Endpoint, ListenerOptions};
+use eaglet_runtime::link::{BulkEvent, BulkListener, Endpoint, ListenerOptions, SenderOptions};
 use rustix::process::{Pid, Signal};
 
 use self::activity::ActivityGauge;
 use self::control::Control;
 use crate::config::ClusterConfig;
-use crate::faults::{self, Victim};
+use crate::faults::{self, Damage, Point, Victim};
+
+/// How soon a worker looks again for room in a link.
+const ROOM_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Exit code of a rank that fenced itself off.
 pub const FENCED: i32 = 75;
@@ -109,10 +113,26 @@ impl Context {
     }
 }
 
+/// What a worker can do without further input.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Progress {
+    /// Nothing.
+    Waits,
+    /// Something will find room in a link soon.
+    Blocked,
+    /// There is more work.
+    More,
+}
+
 /// A role's way of working.
 trait Worker {
     /// Takes one input; commands that belong to the other role are faults.
     fn take(&mut self, input: Input) -> Result<(), RankFault>;
+
+    /// Does a piece of work that needs no input; called while the inbox is empty.
+    fn proceed(&mut self) -> Result<Progress, RankFault> {
+        Ok(Progress::Waits)
+    }
 }
 
 /// Runs a rank until it is told to quit; the calling thread becomes the compute thread.
@@ -176,8 +196,29 @@ fn work(
 ) -> Result<(), RankFault> {
     let mut worker: Option<Box<dyn Worker>> = None;
     let mut early = Vec::new();
+    let mut progress = Progress::Waits;
     // The control thread ends the process when the coordinator is gone, so this ends only by `Quit` or a fault.
-    for input in inputs {
+    loop {
+        let input = match progress {
+            Progress::Waits => inputs.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            Progress::Blocked => inputs.recv_timeout(ROOM_INTERVAL),
+            Progress::More => inputs.try_recv().map_err(|error| match error {
+                TryRecvError::Empty => RecvTimeoutError::Timeout,
+                TryRecvError::Disconnected => RecvTimeoutError::Disconnected,
+            }),
+        };
+        let input = match (input, &mut worker) {
+            (Ok(input), _) => input,
+            (Err(RecvTimeoutError::Timeout), Some(worker)) => {
+                progress = worker.proceed()?;
+                continue;
+            }
+            (Err(RecvTimeoutError::Timeout), None) => {
+                progress = Progress::Waits;
+                continue;
+            }
+            (Err(RecvTimeoutError::Disconnected), _) => return Ok(()),
+        };
         match (input, &mut worker) {
             (Input::Command(CoordinatorCommand::Quit), _) => return Ok(()),
             (Input::Command(CoordinatorCommand::Welcome { config }), slot @ None) => {
@@ -197,8 +238,9 @@ fn work(
             (input, Some(worker)) => worker.take(input)?,
             (input, None) => early.push(input),
         }
+        // Everything that has arrived is taken in before work goes on.
+        progress = Progress::More;
     }
-    Ok(())
 }
 
 fn context(
@@ -226,9 +268,24 @@ fn context(
     })
 }
 
-/// The bulk listener's name: in the abstract namespace, so that no file is left behind.
+/// Options of every link to a draft replica.
+fn link_options() -> SenderOptions {
+    let corrupt = faults::pass(Point::Link, None) == Some(Damage::Corrupt);
+    SenderOptions {
+        // The first chunk is a header, the second a tensor.
+        corrupt_nth: corrupt.then_some(1),
+        ..SenderOptions::default()
+    }
+}
+
+/// The bulk listener's name: in the abstract namespace, so that no file is left behind. Every user of the machine can read
+/// it, so it shows a digest and nothing of the launch's secret.
 fn bulk_name(token: &str, seat: Seat, generation: Generation) -> String {
-    let launch: String = token.chars().take(12).collect();
+    let launch: String = Digest::of(token.as_bytes())
+        .to_string()
+        .chars()
+        .take(12)
+        .collect();
     format!("eaglet-{launch}-{seat}-{generation}")
 }
 

@@ -10,8 +10,7 @@ use eaglet_runtime::link::{BulkKind, BulkOutgoing, BulkSender, Endpoint, Hello, 
 use eaglet_runtime::row::{PackedRow, Sample};
 use eaglet_runtime::verifier::{Verifier, VerifierError, VerifierOptions};
 
-use super::gradient::link_options;
-use super::{Context, Input, RankFault, Worker};
+use super::{Context, Input, RankFault, Worker, link_options};
 use crate::faults::{self, Point};
 use crate::recipe;
 
@@ -74,6 +73,7 @@ impl VerifierWorker {
     fn extract(&mut self, extraction: Extraction) -> Result<(), RankFault> {
         let Extraction {
             row,
+            lease,
             units,
             content,
             destination,
@@ -84,7 +84,7 @@ impl VerifierWorker {
         let dtype = self.context.config.verifier.hidden_dtype;
         let loaded = self.loaded()?;
         match loaded.verifier.extract(&content, dtype) {
-            Ok(hidden) => self.hand_over(row, content, hidden, destination),
+            Ok(hidden) => self.hand_over(row, lease, content, hidden, destination),
             Err(VerifierError::NonFinite { document, layer }) => {
                 let reason = format!("its hidden states are not finite from layer {layer} on");
                 let unit = units.get(document).copied();
@@ -99,6 +99,7 @@ impl VerifierWorker {
     fn extract_held_out(&mut self, request: HeldOutRequest) -> Result<(), RankFault> {
         let HeldOutRequest {
             row,
+            lease,
             mut prompts,
             max_new_tokens,
             destination,
@@ -117,7 +118,7 @@ impl VerifierWorker {
                     Ok((content, hidden))
                 });
             match extracted {
-                Ok((content, hidden)) => return self.hand_over(row, content, hidden, destination),
+                Ok((content, hidden)) => return self.hand_over(row, lease, content, hidden, destination),
                 Err(VerifierError::NonFinite { document, layer }) if document < prompts.len() => {
                     tracing::warn!(%row, prompt = document, layer, "a held-out prompt has states that are not finite");
                     prompts.remove(document);
@@ -137,6 +138,7 @@ impl VerifierWorker {
     fn hand_over(
         &mut self,
         row: RowId,
+        lease: u64,
         content: PackedRow,
         hidden: eaglet_runtime::row::HiddenStates,
         destination: Member,
@@ -149,6 +151,7 @@ impl VerifierWorker {
             epoch: Epoch::default(),
             kind: BulkKind::Hidden {
                 row,
+                lease,
                 contract,
                 dtype: hidden.dtype,
                 first_state: 0,

@@ -171,7 +171,9 @@ fn cluster(mut config: ClusterConfig, arguments: &RecoveryArgs) -> Result<(Clust
         seat,
         ..rank(Role::Draft)
     }));
-    config.training.passes = 1_000_000;
+    // More than a long measurement takes; every pass of a sample is a unit that the ledger holds.
+    config.training.passes = 1000;
+    config.training.rows_per_step = Some(arguments.drafts);
     config.training.steps = None;
     config.training.tokens_per_row = 32;
     config.training.ttt_steps = 1;

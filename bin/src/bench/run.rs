@@ -42,9 +42,12 @@ impl Run {
     /// # Errors
     /// If the folder cannot be written.
     pub(super) fn prepare(mut config: ClusterConfig) -> Result<Self> {
-        let name = format!("eaglet-bench-{}", std::process::id());
-        let folder = std::env::temp_dir().join(name);
-        std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        let folder = tempfile::Builder::new()
+            .prefix("eaglet-bench-")
+            .tempdir()
+            .context("cannot make a folder for the measurement")?
+            // Kept if something goes wrong, for its logs.
+            .keep();
         config.run.directory = folder.join("run");
         let file = folder.join("cluster.toml");
         std::fs::write(&file, config.to_toml()?)

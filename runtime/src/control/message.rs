@@ -96,6 +96,8 @@ pub enum DraftOrigin {
 pub struct Extraction {
     /// Which row.
     pub row: RowId,
+    /// Number of the lease; it comes back with the row.
+    pub lease: u64,
     /// The unit behind each document, to name a bad one.
     pub units: Vec<Unit>,
     /// Tokens, masks, boundaries.
@@ -109,6 +111,8 @@ pub struct Extraction {
 pub struct HeldOutRequest {
     /// Which row.
     pub row: RowId,
+    /// Number of the lease; it comes back with the row.
+    pub lease: u64,
     /// Token ids of each prompt, up to where the answer begins.
     pub prompts: Vec<Vec<u32>>,
     /// Longest answer, in tokens.
@@ -247,6 +251,17 @@ pub enum RankEvent {
     Received {
         /// The row.
         row: RowId,
+        /// The lease that it was extracted for.
+        lease: u64,
+    },
+    /// A donor could not send its state.
+    StateNotSent {
+        /// The draft seat that it was meant for.
+        seat: u16,
+        /// Which occupant of it.
+        generation: Generation,
+        /// What was seen.
+        reason: String,
     },
     /// A draft replica lost a link over which another rank sends to it.
     LinkBroken {
@@ -267,6 +282,8 @@ pub enum RankEvent {
         step: Step,
         /// Digest of the reduced gradient.
         gradient: Digest,
+        /// Whether the reduced gradient holds nothing but finite numbers.
+        finite: bool,
         /// Digest of weights and moments that the step starts from.
         state: Digest,
         /// What was measured on each lane that this seat computed, ascending.

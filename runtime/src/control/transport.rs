@@ -31,6 +31,9 @@ pub const QUEUED_MESSAGES: usize = 4096;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// An operator's request is answered within this: reading many lines of large files again takes its time.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
+/// Longest wait for the first message of a stream.
+const FIRST_WORDS_TIMEOUT: Duration = Duration::from_secs(5);
+
 const KEEPALIVE_INTERVAL: Duration = Duration::from_millis(500);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_millis(5000);
 
@@ -222,7 +225,11 @@ impl<A: Admit, O: Operate> Control for Service<A, O> {
         request: Request<Streaming<RankEvent>>,
     ) -> Result<Response<Self::AttachStream>, Status> {
         let mut events = request.into_inner();
-        let attach = match events.message().await? {
+        // Whoever says nothing is not waited for: nobody knows yet who it is.
+        let first = tokio::time::timeout(FIRST_WORDS_TIMEOUT, events.message())
+            .await
+            .map_err(|_| Status::deadline_exceeded("the first message did not come in time"))?;
+        let attach = match first? {
             Some(RankEvent::Attach(attach)) => attach,
             _ => return Err(Status::invalid_argument("the first message must be attach")),
         };

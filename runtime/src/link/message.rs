@@ -42,6 +42,8 @@ pub enum BulkKind {
     Hidden {
         /// The row.
         row: RowId,
+        /// The lease that it was extracted for; a later one may hold other samples.
+        lease: u64,
         /// Digest of the [`crate::contract::Contract`] that the states fulfil.
         contract: Digest,
         /// Element type of the part.
@@ -295,6 +297,7 @@ mod tests {
     fn hidden(tokens: usize, states: u16, hidden: u32) -> BulkKind {
         BulkKind::Hidden {
             row: RowId::HeldOut { lane: 1 },
+            lease: 1,
             contract: Digest::of(b"contract"),
             dtype: HiddenDtype::Bf16,
             first_state: 0,

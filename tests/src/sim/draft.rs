@@ -22,7 +22,7 @@ pub struct Draft {
     epoch: Epoch,
     group: Option<Group>,
     phase: Phase,
-    rows: BTreeMap<RowId, u64>,
+    rows: BTreeMap<RowId, (u64, u64)>,
     early: Vec<Parcel>,
     donor: Option<Member>,
     incoming: [Option<Weights>; PARTS],
@@ -67,8 +67,8 @@ impl Draft {
         match input {
             Input::Command(command) => self.command(world, id, command),
             Input::Bulk(parcel) => match parcel.load {
-                Load::Row { row, content } => {
-                    self.take_row(world, id, row, content);
+                Load::Row { row, lease, content } => {
+                    self.take_row(world, id, row, lease, content);
                     Ok(())
                 }
                 Load::Segment { .. } => {
@@ -288,7 +288,7 @@ impl Draft {
                 continue;
             }
             let row = RowId::Train { step, lane };
-            let content = *self
+            let (_, content) = *self
                 .rows
                 .get(&row)
                 .ok_or_else(|| RankFault::passing(format!("the {row} is not here")))?;
@@ -349,12 +349,7 @@ impl Draft {
         if !matches!(&self.phase, Phase::Reducing { reduce, .. } if reduce.is_done()) {
             return Ok(());
         }
-        let Phase::Reducing {
-            step,
-            reduce,
-            mut lanes,
-        } = std::mem::take(&mut self.phase)
-        else {
+        let Phase::Reducing { step, reduce, lanes } = std::mem::take(&mut self.phase) else {
             return Ok(());
         };
         let weights = self.replica.ok_or_else(not_loaded)?;
@@ -365,13 +360,11 @@ impl Draft {
             world.counts.note(Fault::Disagreement);
             gradient[0] += 1.0 + id as f32;
         }
-        if !is_finite(&gradient) {
-            lanes.iter_mut().for_each(|lane| lane.finite = false);
-        }
         let event = RankEvent::Staged {
             epoch: self.epoch,
             step,
             gradient: Digest::of_f32(&gradient),
+            finite: is_finite(&gradient),
             state: weights.digest(),
             lanes,
         };
@@ -459,11 +452,12 @@ impl Draft {
         Ok(())
     }
 
-    fn take_row(&mut self, world: &mut World, id: RankId, row: RowId, content: u64) {
+    fn take_row(&mut self, world: &mut World, id: RankId, row: RowId, lease: u64, content: u64) {
         let is_old = self.replica.is_some_and(|weights| !is_ahead(row, weights.step));
-        if !is_old {
-            self.rows.insert(row, content);
-            world.say(id, RankEvent::Received { row });
+        let is_superseded = self.rows.get(&row).is_some_and(|&(known, _)| known > lease);
+        if !is_old && !is_superseded {
+            self.rows.insert(row, (lease, content));
+            world.say(id, RankEvent::Received { row, lease });
         }
     }
 }

@@ -7,6 +7,7 @@ use eaglet_runtime::control::{CoordinatorCommand, Extraction, RankEvent};
 use eaglet_runtime::ids::{Generation, Seat};
 use eaglet_runtime::row::PackedRow;
 
+use super::disk::Keep;
 use super::fault::Fault;
 use super::intake::Intake;
 use super::invariants::liveness::AfterFailure;
@@ -18,6 +19,8 @@ use super::world::{What, World};
 const TICK_MS: u64 = 100;
 /// How long the last messages of a dead process may take to arrive.
 const LAST_WORDS_MS: u64 = 500;
+/// More looks at the clock than an engine ever needs to do all that time has made possible.
+const TICKS_BEFORE_UNHEARD: u32 = 6;
 
 /// A coordinator.
 pub(super) struct Coordinator {
@@ -185,51 +188,71 @@ impl World {
 
     /// Gives the engine an event and does what it says.
     pub(super) fn feed(&mut self, event: Event) -> Checked {
+        if self.is_unheard(&event) {
+            // What time alone makes possible is done first, so that whatever follows comes from the event.
+            for _ in 0..TICKS_BEFORE_UNHEARD {
+                let before = self.commands;
+                self.take_event(Event::Tick)?;
+                if self.commands == before {
+                    break;
+                }
+            }
+        }
+        self.take_event(event)
+    }
+
+    /// Whether an event is about somebody who was declared lost, or was never there.
+    fn is_unheard(&self, event: &Event) -> bool {
+        let Some(coordinator) = &self.coordinator else {
+            return false;
+        };
+        match event {
+            Event::Rank { seat, generation, .. }
+            | Event::Attached { seat, generation, .. }
+            | Event::Lost { seat, generation, .. } => coordinator.occupant(*seat, *generation).is_none(),
+            _ => false,
+        }
+    }
+
+    fn take_event(&mut self, event: Event) -> Checked {
         self.note(|_| format!("the engine takes {event:?}"));
+        let unheard = self.is_unheard(&event);
         let now_ms = self.clock.now_ms();
         let Some(coordinator) = &mut self.coordinator else {
             return Ok(());
         };
         let launch = coordinator.launch;
-        let mut unheard = false;
         let mut ticket = None;
         match &event {
             Event::Rank {
                 seat,
                 generation,
                 event,
-            } => match coordinator.occupant(*seat, *generation) {
-                Some(_) => self.checks.fence.heard(*seat, *generation, event),
-                None => {
-                    unheard = true;
-                    let zombie = self
-                        .ranks
-                        .iter()
-                        .any(|rank| rank.zombie && (rank.seat, rank.generation) == (*seat, *generation));
-                    if zombie {
-                        self.counts.note(Fault::RankZombie);
-                    }
+            } => {
+                if !unheard {
+                    self.checks.fence.heard(*seat, *generation, event);
+                } else if self
+                    .ranks
+                    .iter()
+                    .any(|rank| rank.zombie && (rank.seat, rank.generation) == (*seat, *generation))
+                {
+                    self.counts.note(Fault::RankZombie);
                 }
-            },
-            Event::Attached { seat, generation, .. } => {
-                unheard = coordinator.occupant(*seat, *generation).is_none();
             }
-            Event::Lost { seat, generation, .. } => match coordinator.occupants.get_mut(seat) {
-                Some(occupant) if occupant.generation == *generation && !occupant.lost => {
-                    occupant.lost = true
+            Event::Lost { seat, .. } if !unheard => {
+                if let Some(occupant) = coordinator.occupants.get_mut(seat) {
+                    occupant.lost = true;
                 }
-                _ => unheard = true,
-            },
+            }
             Event::ChangeSeat { ticket: number, .. } => ticket = Some(*number),
             _ => {}
         }
-        let phase = coordinator.engine.phase();
         let commands = coordinator.engine.handle(now_ms - coordinator.started_ms, event);
         self.events += 1;
         ledger::adds_up(coordinator.engine.ledger())?;
         bound::engine(&coordinator.engine, &self.plan.settings, &commands)?;
         if unheard {
-            fence::unheard(&commands, phase)?;
+            fence::unheard(&commands)?;
         }
         members::answers(ticket, &commands)?;
         self.carry_out(commands)?;
@@ -286,12 +309,14 @@ impl World {
                 seat,
                 generation,
                 row,
+                lease,
                 documents,
                 destination,
             } => {
                 journal::lease(&self.checks.book, &self.disk, row, &documents)?;
                 let extraction = Extraction {
                     row,
+                    lease,
                     units: documents.into_iter().map(|(unit, _)| unit).collect(),
                     content: PackedRow::default(),
                     destination,
@@ -406,7 +431,8 @@ impl World {
                 self.die(id, "its coordinator died");
             }
         }
-        match self.disk.crash(&mut self.dice, self.crash_keeps) {
+        let keeps = std::mem::replace(&mut self.crash_keeps, Keep::Any);
+        match self.disk.crash(&mut self.dice, keeps) {
             Ok(real) => {
                 if real {
                     self.counts.note(Fault::TailTorn);
@@ -425,6 +451,9 @@ impl World {
         self.coordinator = None;
         self.disk.close();
         match outcome {
+            Outcome::Completed { .. } if std::mem::take(&mut self.late_request) => {
+                self.clock.after(100, What::Launch);
+            }
             Outcome::Completed { .. } => {
                 liveness::completed(
                     outcome,

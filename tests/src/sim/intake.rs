@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use eaglet_actors::engine::{Event, StoredSample};
+use eaglet_actors::engine::{Event, Length, Pace, Phase, StoredSample};
 use eaglet_actors::journal::{Record, SampleBook, SampleSource};
 use eaglet_runtime::ids::Unit;
 
@@ -197,6 +197,7 @@ impl World {
         let Some(coordinator) = self.coordinator.as_ref().filter(|c| c.engine.is_prepared()) else {
             return Ok(());
         };
+        self.late_request |= coordinator.engine.phase() == Phase::Leaving;
         let book = SampleBook::of(self.disk.records());
         let quarantined: Vec<_> = book
             .samples()
@@ -288,7 +289,9 @@ impl World {
                 .filter(|(_, row)| !row.is_empty())
                 .map(|(lane, row)| row_content(weights.step, lane, row))
                 .collect();
-            let rate = settings.learning_rate.at(weights.step.0, total, None);
+            let rate = settings
+                .learning_rate
+                .at(weights.step.0, Length::Whole(total), Pace::default());
             weights = weights.after(&mean(&contents), rate);
         }
         if book.chain.last() != Some(&weights) {

@@ -62,8 +62,6 @@ pub struct Faults {
     pub disagree_one_in: u32,
     /// One in so many units is refused by every verifier.
     pub bad_unit_one_in: u32,
-    /// One in so many extractions is refused for no reason.
-    pub refuse_one_in: u32,
     /// Held-out rows are refused.
     pub refuse_held_out: bool,
     /// Seats whose occupants die at their start, and how many of them do in each launch.
@@ -82,7 +80,6 @@ impl Faults {
             && self.never_finite_one_in == 0
             && self.disagree_one_in == 0
             && self.bad_unit_one_in == 0
-            && self.refuse_one_in == 0
             && !self.refuse_held_out
             && self.crash_loops.is_empty()
     }
@@ -117,62 +114,79 @@ impl Plan {
         plan
     }
 
+    /// A small cluster of fixed size in which nothing goes wrong: two lanes, three draft seats, one verifier, six steps.
+    pub fn small() -> Self {
+        let mut dice = Dice::new(1);
+        let shape = CorpusShape {
+            tokens: 100,
+            longest: LONGEST,
+            refused_one_in: 12,
+            late_lines: 0,
+            added_files: 0,
+            until_ms: 400,
+        };
+        let mut settings = settings(2, 3, 1);
+        settings.prefetch_steps = 2;
+        settings.evaluate_every_steps = 2;
+        settings.checkpoint_every_steps = 2;
+        Self {
+            settings,
+            keep: 2,
+            lease_ms: 1500,
+            corpus: Corpus::draw(&mut dice, shape),
+            held_out: 3,
+            latency_ms: 1,
+            calm_ms: shape.until_ms,
+            faults: Faults::default(),
+        }
+    }
+
+    /// [`Self::small`], with samples and a file that come while it runs.
+    pub fn small_and_growing() -> Self {
+        let mut plan = Self::small();
+        plan.settings.open = true;
+        plan.calm_ms = 200;
+        let shape = CorpusShape {
+            tokens: 50,
+            longest: LONGEST,
+            refused_one_in: 12,
+            late_lines: 4,
+            added_files: 1,
+            until_ms: plan.calm_ms,
+        };
+        plan.corpus = Corpus::draw(&mut Dice::new(2), shape);
+        plan.faults.timed.push((Fault::SourceAdded, plan.calm_ms / 3));
+        plan
+    }
+
     /// A cluster in which nothing goes wrong.
     fn cluster(dice: &mut Dice, calm_ms: u64) -> Self {
         let lanes = dice.between(1, 3) as u16;
         let drafts = dice.between(1, 4) as u16;
         let verifiers = dice.between(1, 2) as u16;
-        let passes = dice.between(1, 2) as u32;
-        let open = dice.one_in(3);
+        let mut settings = settings(lanes, drafts, verifiers);
+        settings.passes = dice.between(1, 2) as u32;
+        settings.open = dice.one_in(3);
         let steps = dice.between(3, 10);
         let shape = CorpusShape {
             // Rows are about three quarters full.
-            tokens: steps * u64::from(lanes) * 9 / u64::from(passes),
+            tokens: steps * u64::from(lanes) * 9 / u64::from(settings.passes),
             longest: LONGEST,
             refused_one_in: dice.pick(&[0, 0, 12]),
-            late_lines: if open { dice.below(8) } else { 0 },
-            added_files: if open { dice.below(3) } else { 0 },
+            late_lines: if settings.open { dice.below(8) } else { 0 },
+            added_files: if settings.open { dice.below(3) } else { 0 },
             until_ms: calm_ms,
         };
-        let restarts = RestartPolicy {
-            max_restarts: u32::MAX,
-            window_ms: 60_000,
-            backoff_initial_ms: 20,
-            backoff_max_ms: 150,
-            then: WhenExhausted::Continue,
-        };
-        let settings = Settings {
-            lanes,
-            seats: (0..drafts)
-                .map(Seat::draft)
-                .chain((0..verifiers).map(Seat::verifier))
-                .collect(),
-            open,
-            contract: contract(),
-            recipe: Digest::of(b"recipe"),
-            tokens_per_row: TOKENS_PER_ROW,
-            passes,
-            step_limit: dice.one_in(8).then(|| dice.between(2, steps)),
-            prefetch_steps: dice.between(1, 4),
-            evaluate_every_steps: dice.pick(&[0, 0, 2, 3]),
-            max_new_tokens: 2,
-            held_out_rows: 1,
-            checkpoint_every_steps: dice.pick(&[0, 1, 2, 3, 5]),
-            learning_rate: LearningRate {
-                peak: 1e-3,
-                warmup_ratio: 0.1,
-                fall: Fall::Linear,
-            },
-            suspect_after_ms: 250,
-            dead_after_ms: 500,
-            attach_timeout_ms: 800,
-            load_timeout_ms: 1200,
-            step_timeout_ms: 1200,
-            form_timeout_ms: 700,
-            leave_timeout_ms: 500,
-            verifier_restarts: restarts,
-            draft_restarts: restarts,
-        };
+        settings.step_limit = dice.one_in(8).then(|| dice.between(2, steps));
+        settings.prefetch_steps = dice.between(1, 4);
+        settings.evaluate_every_steps = dice.pick(&[0, 0, 2, 3]);
+        settings.checkpoint_every_steps = dice.pick(&[0, 1, 2, 3, 5]);
+        let mut faults = Faults::default();
+        if shape.added_files > 0 {
+            faults
+                .timed
+                .push((Fault::SourceAdded, calm_ms / (shape.added_files + 1)));
+        }
         Self {
             settings,
             keep: dice.between(1, 3) as usize,
@@ -181,7 +195,7 @@ impl Plan {
             held_out: dice.pick(&[0, 0, 1, 2, 5]) as u32,
             latency_ms: dice.between(0, 3),
             calm_ms,
-            faults: Faults::default(),
+            faults,
         }
     }
 
@@ -222,7 +236,6 @@ impl Plan {
             17 => faults.disagree_one_in = dice.pick(&[10, 40]),
             18 => match dice.below(4) {
                 0 => faults.refuse_held_out = true,
-                1 => faults.refuse_one_in = dice.pick(&[10, 40]),
                 _ => {
                     faults.bad_unit_one_in = dice.pick(&[4, 15]);
                     if dice.one_in(2) {
@@ -269,6 +282,49 @@ impl Plan {
             let seat = self.settings.seats[dice.place(self.settings.seats.len())];
             self.faults.crash_loops.push((seat, dice.between(1, 6) as u32));
         }
+    }
+}
+
+/// Settings of a cluster of some size, with times that keep a schedule short.
+fn settings(lanes: u16, drafts: u16, verifiers: u16) -> Settings {
+    let restarts = RestartPolicy {
+        max_restarts: u32::MAX,
+        window_ms: 60_000,
+        backoff_initial_ms: 20,
+        backoff_max_ms: 150,
+        then: WhenExhausted::Continue,
+    };
+    Settings {
+        lanes,
+        seats: (0..drafts)
+            .map(Seat::draft)
+            .chain((0..verifiers).map(Seat::verifier))
+            .collect(),
+        open: false,
+        contract: contract(),
+        recipe: Digest::of(b"recipe"),
+        tokens_per_row: TOKENS_PER_ROW,
+        passes: 1,
+        step_limit: None,
+        prefetch_steps: 1,
+        evaluate_every_steps: 0,
+        max_new_tokens: 2,
+        held_out_rows: 1,
+        checkpoint_every_steps: 0,
+        learning_rate: LearningRate {
+            peak: 1e-3,
+            warmup_ratio: 0.1,
+            fall: Fall::Linear,
+        },
+        suspect_after_ms: 250,
+        dead_after_ms: 500,
+        attach_timeout_ms: 800,
+        load_timeout_ms: 1200,
+        step_timeout_ms: 1200,
+        form_timeout_ms: 700,
+        leave_timeout_ms: 500,
+        verifier_restarts: restarts,
+        draft_restarts: restarts,
     }
 }
 

@@ -41,6 +41,7 @@ impl Verifier {
         id: RankId,
         Extraction {
             row,
+            lease,
             units,
             destination,
             ..
@@ -48,12 +49,6 @@ impl Verifier {
     ) -> Result<(), RankFault> {
         self.check_loaded()?;
         let refused = units.iter().copied().find(|&unit| is_bad(world, unit));
-        let refused = match refused {
-            None if !world.calm && world.dice.one_in(world.plan.faults.refuse_one_in) => {
-                Some(units[world.dice.place(units.len())])
-            }
-            other => other,
-        };
         if let Some(unit) = refused {
             world.counts.note(Fault::SampleRefused);
             let reason = "its hidden states are not finite".to_owned();
@@ -70,7 +65,13 @@ impl Verifier {
         let RowId::Train { step, lane } = row else {
             return Err(RankFault::passing("a held-out row without prompts"));
         };
-        hand_over(world, id, row, row_content(step, lane, &units), &destination);
+        hand_over(
+            world,
+            id,
+            (row, lease),
+            row_content(step, lane, &units),
+            &destination,
+        );
         Ok(())
     }
 
@@ -95,7 +96,13 @@ impl Verifier {
             );
             return Ok(());
         }
-        hand_over(world, id, row, request.prompts.len() as u64, &request.destination);
+        hand_over(
+            world,
+            id,
+            (row, request.lease),
+            request.prompts.len() as u64,
+            &request.destination,
+        );
         Ok(())
     }
 
@@ -110,7 +117,7 @@ impl Verifier {
     }
 }
 
-fn hand_over(world: &mut World, id: RankId, row: RowId, content: u64, destination: &Member) {
+fn hand_over(world: &mut World, id: RankId, (row, lease): (RowId, u64), content: u64, destination: &Member) {
     let epoch = Epoch::default();
     let Some(to) = world.rank_named(&destination.bulk_name) else {
         return;
@@ -126,7 +133,7 @@ fn hand_over(world: &mut World, id: RankId, row: RowId, content: u64, destinatio
     world.close(id, |link| seats.contains(&link.to));
     let sent = world
         .connect(id, to, LinkKind::Rows, epoch)
-        .and_then(|()| world.send_over(id, to, LinkKind::Rows, epoch, Load::Row { row, content }));
+        .and_then(|()| world.send_over(id, to, LinkKind::Rows, epoch, Load::Row { row, lease, content }));
     let (seat, generation) = (destination.seat, destination.generation);
     let event = match sent {
         Ok(()) => RankEvent::Extracted {

@@ -148,6 +148,8 @@ pub struct World {
     /// How it ended.
     pub(super) ended: Option<bool>,
     pub(super) failures: u32,
+    /// Whether something was asked for when the run was about to end: the next launch does it.
+    pub(super) late_request: bool,
     /// Files that were added so far.
     pub(super) added_files: usize,
     pub(super) tickets: u64,
@@ -187,6 +189,7 @@ impl World {
             calm_since_ms: 0,
             ended: None,
             failures: 0,
+            late_request: false,
             added_files: 0,
             tickets: 0,
             crash_in: None,

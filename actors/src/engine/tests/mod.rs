@@ -7,7 +7,8 @@ use eaglet_runtime::control::RankEvent;
 use eaglet_runtime::ids::{Generation, Role, Seat};
 
 use self::setup::settings;
-use super::{Command, Engine, Event, Fall, Growth, LearningRate, Outcome, RestartPolicy, WhenExhausted};
+use super::{Command, Engine, Event, Fall, LearningRate, Outcome, Pace, RestartPolicy, WhenExhausted};
+use crate::engine::settings::{Length, Turn};
 
 #[test]
 fn a_role_that_keeps_dying_is_given_up_with_its_first_cause() {
@@ -92,26 +93,49 @@ fn fence_an_older_generation_is_not_heard() {
     assert_eq!(state.seat.role, Role::Verifier);
 }
 
-/// GROWTH: the rate never jumps when a run becomes longer, and joins the stretched curve.
-#[test]
-fn growth_stretches_the_learning_rate_without_a_jump() {
-    let rate = LearningRate {
+fn rate() -> LearningRate {
+    LearningRate {
         peak: 1e-3,
         warmup_ratio: 0.1,
         fall: Fall::Linear,
-    };
-    // Ten samples first: at step 8 of 10 the rate has nearly fallen to zero; then the run becomes 1000 steps long.
-    let before = rate.at(7, 10, None);
-    let growth = Some(Growth { grown_at: 8, before });
-    let stretched = rate.schedule(1000);
-    let slope = 1e-3 / stretched.warmup_steps as f64;
-    let mut last = before;
-    for step in 8..1000 {
-        let now = rate.at(step, 1000, growth);
-        assert!(now <= last + slope * 1.000_001, "it jumps at step {step}");
-        assert!(now <= stretched.learning_rate(step));
-        last = now;
     }
-    assert_eq!(rate.at(300, 1000, growth), stretched.learning_rate(300));
-    assert_eq!(rate.at(999, 1000, growth), stretched.learning_rate(999));
+}
+
+/// GROWTH: the rate never jumps when a run becomes longer, neither up nor down, and joins the stretched curve.
+#[test]
+fn growth_stretches_the_learning_rate_without_a_jump() {
+    // (steps at first, steps when it grows): nearly at the end of the fall, and at the top of the warm-up.
+    for (first, at) in [(10, 8), (100, 10)] {
+        let before = rate().at(at - 1, Length::Whole(first), Pace::default());
+        let turned = Some(Turn { at, rate: before });
+        let pace = Pace { turned, closed: None };
+        let stretched = rate().schedule(1000);
+        let slope = 1e-3 / stretched.warmup_steps as f64;
+        let mut last = before;
+        for step in at..1000 {
+            let now = rate().at(step, Length::Whole(1000), pace);
+            assert!((now - last).abs() <= slope * 1.000_001, "it jumps at step {step}");
+            last = now;
+        }
+        for step in [300, 999] {
+            assert_eq!(
+                rate().at(step, Length::Whole(1000), pace),
+                stretched.learning_rate(step)
+            );
+        }
+    }
+}
+
+/// While nobody knows the end the rate stays; once it is known the rate falls to zero over what is left.
+#[test]
+fn an_open_run_keeps_its_learning_rate_until_it_is_closed() {
+    let open = |step, total| rate().at(step, Length::SoFar(total), Pace::default());
+    assert_eq!(
+        [0, 1, 10, 99, 5000].map(|step| open(step, 100)),
+        [0.0, 1e-4, 1e-3, 1e-3, 1e-3]
+    );
+    let closed = Some(Turn { at: 600, rate: 1e-3 });
+    let pace = Pace { turned: None, closed };
+    let after = |step| rate().at(step, Length::Whole(1000), pace);
+    assert_eq!([600, 800, 1000].map(after), [1e-3, 5e-4, 0.0]);
 }

@@ -218,11 +218,20 @@ impl Book {
                 self.total_steps = *total_steps;
                 self.changed = true;
             }
-            Record::Planned { rows, .. } => {
+            Record::Planned { step, rows } => {
                 for unit in rows.iter().flatten() {
                     self.unplanned.remove(unit);
                 }
-                self.plans.push(rows.clone());
+                let at = step.0 as usize;
+                if at >= self.plans.len() {
+                    self.plans.push(rows.clone());
+                } else {
+                    // All samples of the step were refused, and it gets those of the last one.
+                    if self.plans.len() - 1 > at && self.plans.last() == Some(rows) {
+                        self.plans.pop();
+                    }
+                    self.plans[at].clone_from(rows);
+                }
             }
             Record::Quarantined { step, unit, .. } => {
                 self.changed = true;

@@ -11,8 +11,9 @@ const MESSAGES: u32 = 200;
 pub fn engine(engine: &Engine, settings: &Settings, commands: &[Command]) -> Checked {
     let lanes = usize::from(settings.lanes);
     let rows = engine.rows_under_way();
-    // A step more than is asked for: the replicas do not apply a step at once, and rows are counted from the foremost one.
-    let most = (settings.prefetch_steps as usize + 1) * lanes + lanes;
+    // Twice what is asked for, and a step more: replicas do not apply a step at once, and when the foremost one is lost, the
+    // rows that others hold for the steps ahead are kept while those of earlier steps are extracted again.
+    let most = (2 * settings.prefetch_steps as usize + 1) * lanes + lanes;
     if rows > most {
         return broken("BOUND", format!("{rows} rows are under way, and {most} may be"));
     }

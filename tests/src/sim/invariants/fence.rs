@@ -1,11 +1,11 @@
 //! FENCE: nothing that an older epoch, generation or launch says has an effect.
 //!
-//! - Whoever was declared lost is not heard: such an event makes no command, beyond what time alone makes possible.
+//! - Whoever was declared lost is not heard: such an event makes no command.
 //! - Epochs only go up, over launches, too, and all members of one are told the same.
 //! - A step is applied only after all members of the present epoch voted for it, in this epoch, with one voice; so two
 //!   epochs' members never both commit a step.
 
-use eaglet_actors::engine::{Command, Phase};
+use eaglet_actors::engine::Command;
 use eaglet_actors::journal::Record;
 use eaglet_runtime::control::{CoordinatorCommand, LaneMetrics, Member, RankEvent};
 use eaglet_runtime::digest::Digest;
@@ -20,6 +20,7 @@ const NAME: &str = "FENCE";
 #[derive(Clone, Debug)]
 struct Vote {
     gradient: Digest,
+    finite: bool,
     state: Digest,
     lanes: Vec<LaneMetrics>,
 }
@@ -47,14 +48,10 @@ pub struct Fence {
 }
 
 /// What a lost rank said made commands.
-pub fn unheard(commands: &[Command], phase: Phase) -> Checked {
-    // Whatever happens, seats are filled again and leaving ranks killed when their time has come.
-    let by_time = |command: &Command| {
-        matches!(command, Command::Spawn { .. }) || matches!(phase, Phase::Leaving | Phase::Finished)
-    };
-    match commands.iter().find(|command| !by_time(command)) {
-        None => Ok(()),
-        Some(command) => broken(NAME, format!("a lost rank was heard: {command:?}")),
+pub fn unheard(commands: &[Command]) -> Checked {
+    match commands {
+        [] => Ok(()),
+        [command, ..] => broken(NAME, format!("a lost rank was heard: {command:?}")),
     }
 }
 
@@ -83,12 +80,14 @@ impl Fence {
                 epoch,
                 step,
                 gradient,
+                finite,
                 state,
                 lanes,
             } if (*epoch, *step) == (self.epoch, self.step) => {
                 if let Some(participant) = participant.filter(|member| member.begun == Some(*step)) {
                     participant.vote = Some(Vote {
                         gradient: *gradient,
+                        finite: *finite,
                         state: *state,
                         lanes: lanes.clone(),
                     });
@@ -239,7 +238,7 @@ impl Fence {
             if (vote.gradient, vote.state) != (other.gradient, other.state) {
                 return broken(NAME, format!("step {step} is decided, and its votes differ"));
             }
-            if vote.lanes.iter().any(|lane| !lane.finite) {
+            if !vote.finite || vote.lanes.iter().any(|lane| !lane.finite) {
                 return broken(
                     NAME,
                     format!("step {step} is decided with a gradient that is not finite"),

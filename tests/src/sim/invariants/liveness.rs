@@ -71,8 +71,10 @@ impl Liveness {
         counts: &FaultCounts,
     ) -> Result<AfterFailure, super::Broken> {
         let says = |text: &str| report.contains(text);
-        let refusals = counts.of(Fault::SampleRefused) > 0;
-        let (excused, after) = if says("is not started again") {
+        // A step is given other samples twice before the verifier is blamed.
+        let refusals = counts.of(Fault::SampleRefused) >= 3;
+        let disputes = counts.of(Fault::Disagreement) + counts.of(Fault::NotFinite);
+        let (excused, after) = if says("is not started again") || says("rank is left") {
             (self.exhausted(settings), AfterFailure::LaunchAgain)
         } else if says("is not finite") {
             let after = if faults.never_finite_one_in > 0 {
@@ -80,9 +82,8 @@ impl Liveness {
             } else {
                 AfterFailure::LaunchAgain
             };
-            (counts.of(Fault::NotFinite) >= DISPUTES, after)
+            (disputes >= DISPUTES, after)
         } else if says("disagree on the gradient") {
-            let disputes = counts.of(Fault::Disagreement) + counts.of(Fault::NotFinite);
             (disputes >= DISPUTES, AfterFailure::LaunchAgain)
         } else if says("refused every sample of step") {
             let step = book.plans.get(book.committed().0 as usize);
@@ -91,9 +92,7 @@ impl Liveness {
                 .iter()
                 .skip(book.committed().0 as usize)
                 .any(|rows| rows.iter().all(Vec::is_empty));
-            (refusals && step.is_some() && empty, AfterFailure::Over)
-        } else if says("was trained before and is refused now") {
-            (faults.refuse_one_in > 0 && refusals, AfterFailure::LaunchAgain)
+            (refusals && step.is_some() && empty, AfterFailure::LaunchAgain)
         } else if says("there is nothing to train") {
             (book.intake() == book.quarantined(), AfterFailure::Over)
         } else if says("checkpoint is not there") {

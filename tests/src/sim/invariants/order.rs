@@ -1,5 +1,6 @@
 //! ORDER: the rows of a step are the first units that no step has, in the order (pass, sample), each in the first lane with
-//! room, up to the first that fits nowhere. So they depend on the journal's records and on nothing else.
+//! room, up to the first that fits nowhere. So they depend on the journal's records and on nothing else. A step of which every
+//! sample was refused is planned again by the same rule, or takes over the last plan if no unit is left.
 
 use eaglet_runtime::ids::{Step, Unit};
 
@@ -8,7 +9,20 @@ use super::{Checked, broken};
 
 /// A step is about to be planned.
 pub fn planned(book: &Book, step: Step, rows: &[Vec<Unit>]) -> Checked {
-    if step.0 != book.plans.len() as u64 {
+    let known = book.plans.get(step.0 as usize);
+    let again = known.is_some_and(|rows| step >= book.committed() && rows.iter().all(Vec::is_empty));
+    if again && book.unplanned.is_empty() {
+        // The samples of the last step that is planned move here.
+        let last = book.plans.last().filter(|_| step.0 + 1 < book.plans.len() as u64);
+        return match last {
+            Some(last) if last == rows => Ok(()),
+            _ => broken(
+                "ORDER",
+                format!("step {step} is planned again as {rows:?} instead of {last:?}"),
+            ),
+        };
+    }
+    if step.0 != book.plans.len() as u64 && !again {
         return broken(
             "ORDER",
             format!("step {step} is planned after {}", book.plans.len()),

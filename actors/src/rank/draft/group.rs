@@ -1,19 +1,16 @@
 //! The links of one epoch between draft replicas.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use bytes::Bytes;
 use eaglet_runtime::collective::{Outgoing, ReduceShape};
 use eaglet_runtime::control::Member;
 use eaglet_runtime::ids::{Epoch, Generation, Seat, Step};
-use eaglet_runtime::link::{
-    BulkKind, BulkOutgoing, BulkSender, Endpoint, Hello, LinkError, SendError, SenderOptions,
-};
+use eaglet_runtime::link::{BulkKind, BulkOutgoing, BulkSender, Endpoint, Hello, LinkError, SendError};
 
-use crate::faults::{self, Damage, Point};
+use crate::faults::{self, Point};
 
-/// Longest wait for room in the queue towards a peer: the queue holds more than a step ever sends.
-const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest wait for a replacement to take a state.
 const STATE_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -26,6 +23,8 @@ pub(super) struct Group {
     /// The draft seat that computes each lane, `[lanes]`.
     owners: Vec<u16>,
     links: Vec<(u16, BulkSender)>,
+    /// What the links have no room for yet, each with its receiver.
+    outbox: VecDeque<(u16, BulkOutgoing)>,
 }
 
 impl Group {
@@ -56,6 +55,7 @@ impl Group {
             members: members.iter().map(|member| member.seat).collect(),
             owners,
             links,
+            outbox: VecDeque::new(),
         })
     }
 
@@ -78,12 +78,11 @@ impl Group {
         }
     }
 
-    /// Sends segments on their way. A link that has ended is left to the coordinator: it sees the process end, or the
-    /// other side tells it what broke.
+    /// Puts segments on their way, as far as there is room.
     ///
     /// # Errors
-    /// If a link lives and does not take a segment.
-    pub(super) fn send_all(&self, step: Step, outgoing: Vec<Outgoing>) -> Result<(), SendError> {
+    /// As [`Self::flush`].
+    pub(super) fn post(&mut self, step: Step, outgoing: Vec<Outgoing>) -> Result<(), SendError> {
         for Outgoing {
             to_seat,
             phase,
@@ -91,23 +90,42 @@ impl Group {
             bytes,
         } in outgoing
         {
-            let kind = BulkKind::Gradient { step, phase, segment };
             let message = BulkOutgoing {
                 epoch: self.epoch,
-                kind,
+                kind: BulkKind::Gradient { step, phase, segment },
                 parts: vec![bytes],
             };
+            self.outbox.push_back((to_seat, message));
+        }
+        self.flush().map(|_| ())
+    }
+
+    /// Sends what has found room since; whether nothing is left. A link that has ended is left to the coordinator: it
+    /// sees the process end, or the other side tells it what broke.
+    ///
+    /// # Errors
+    /// If a message can never be sent.
+    pub(super) fn flush(&mut self) -> Result<bool, SendError> {
+        let mut full = Vec::new();
+        for (to_seat, message) in std::mem::take(&mut self.outbox) {
             let Some((_, link)) = self.links.iter().find(|(seat, _)| *seat == to_seat) else {
                 continue;
             };
-            match link.send(message, SEND_TIMEOUT) {
-                Err(SendError::Ended { .. }) => {
-                    tracing::warn!(to = to_seat, step = step.0, "a peer's link has ended")
+            // The order on a link is kept.
+            if full.contains(&to_seat) {
+                self.outbox.push_back((to_seat, message));
+                continue;
+            }
+            match link.try_send(message) {
+                Err(SendError::Full(message)) => {
+                    full.push(to_seat);
+                    self.outbox.push_back((to_seat, *message));
                 }
+                Err(SendError::Ended { .. }) => tracing::warn!(to = to_seat, "a peer's link has ended"),
                 other => other?,
             }
         }
-        Ok(())
+        Ok(self.outbox.is_empty())
     }
 }
 
@@ -129,16 +147,6 @@ impl Unreached {
                 | LinkError::Refused { .. }
                 | LinkError::Silent { .. }
         )
-    }
-}
-
-/// Options of every link to a draft replica.
-pub(super) fn link_options() -> SenderOptions {
-    let corrupt = faults::pass(Point::Link, None) == Some(Damage::Corrupt);
-    SenderOptions {
-        // The first chunk is a header, the second a tensor.
-        corrupt_nth: corrupt.then_some(1),
-        ..SenderOptions::default()
     }
 }
 
@@ -197,7 +205,7 @@ fn dial(seat: Seat, generation: Generation, epoch: Epoch, to: &Member) -> Result
         },
     };
     let name = format!("{seat} to draft-{}", to.seat);
-    BulkSender::connect(&to.bulk_name, hello, link_options(), move |error| {
+    BulkSender::connect(&to.bulk_name, hello, super::super::link_options(), move |error| {
         tracing::warn!(link = name, %error, "a link ended");
     })
 }

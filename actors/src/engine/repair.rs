@@ -1,0 +1,116 @@
+//! Links that broke, and rows that nothing is heard of: nobody is waited for without a limit.
+
+use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat};
+
+use super::Engine;
+use super::router::{Occupant, RowState};
+use super::seats::Status;
+
+/// The end of a process is known well before this.
+const BROKEN_LINK_PATIENCE_MS: u64 = 300;
+
+/// A verifier that works gets this many times the limit before its row is given to another one.
+const PATIENCE_WITH_WORK: u64 = 4;
+
+impl Engine {
+    pub(super) fn link_broken(
+        &mut self,
+        draft: Seat,
+        from: Seat,
+        sender: Generation,
+        epoch: Epoch,
+        reason: &str,
+    ) {
+        if !self.seats.is_current(from, sender) {
+            return; // its process is gone, and its rows were given back then
+        }
+        if from.role == Role::Draft {
+            let newcomer = self.seats.get_mut(draft);
+            if newcomer.status == Status::Loading && newcomer.donor == Some((from.index, sender)) {
+                // The state did not arrive whole: it is asked for again.
+                newcomer.donor = None;
+                newcomer.status = Status::Attached;
+            }
+            // FENCE: links of an older epoch are gone with it. Most often the sender has just died, and its end is on
+            // the way: tick waits for it.
+            if epoch == self.epoch && !self.members.is_empty() {
+                self.broken_link = Some((from, sender, epoch, self.now_ms));
+            }
+            return;
+        }
+        self.warn(format!(
+            "the link from {from} to {draft} broke: {reason}; its rows are extracted again"
+        ));
+        self.give_back(|_, state| {
+            state.destination().is_some_and(|(seat, _)| seat == draft.index) && state.is_with(from, sender)
+        });
+    }
+
+    /// Forms the group again if a link between two replicas broke and both are still alive a while later.
+    pub(super) fn mend_group(&mut self) {
+        let Some((from, sender, epoch, since_ms)) = self.broken_link else {
+            return;
+        };
+        if self.now_ms < since_ms + BROKEN_LINK_PATIENCE_MS {
+            return;
+        }
+        self.broken_link = None;
+        if self.seats.is_current(from, sender) && epoch == self.epoch {
+            self.warn(format!(
+                "a link from {from} broke, and {from} lives; the epoch is formed again"
+            ));
+            self.restart_epoch();
+        }
+    }
+
+    /// A verifier could not hand a row over. If its receiver lives, the two cannot reach each other, and a new occupant
+    /// of the seat gets a new chance.
+    pub(super) fn row_not_sent(
+        &mut self,
+        verifier: Seat,
+        generation: Generation,
+        row: RowId,
+        destination: Occupant,
+        reason: &str,
+    ) {
+        self.seats.get_mut(verifier).leases.remove(&row);
+        let draft = Seat::draft(destination.0);
+        // FENCE: since that lease the row may have been leased again, to the same verifier for another draft replica.
+        self.give_back(|other, state| {
+            other == row && state.is_with(verifier, generation) && state.destination() == Some(destination)
+        });
+        if self.seats.is_current(draft, destination.1) && self.seats.get(draft).is_active() {
+            self.kill(draft, &format!("{verifier} cannot send it the {row}: {reason}"));
+        }
+    }
+
+    /// Gives up on rows of which nothing was heard for too long: a message about them was lost.
+    pub(super) fn expire_rows(&mut self) {
+        let limit_ms = self.settings.step_timeout_ms;
+        let now_ms = self.now_ms;
+        let overdue: Vec<RowId> = self
+            .rows
+            .iter()
+            .filter(|(_, row)| now_ms > row.since_ms + limit_ms)
+            .filter(|(_, row)| match row.state {
+                RowState::Waiting | RowState::Held { .. } => false,
+                RowState::Sent { .. } => true,
+                // Whoever works may just be slow; but one message that is lost must not wait for ever.
+                RowState::Leased { verifier, .. } => {
+                    !self.seats.get(Seat::verifier(verifier)).is_busy()
+                        || now_ms > row.since_ms + PATIENCE_WITH_WORK * limit_ms
+                }
+            })
+            .map(|(&id, _)| id)
+            .collect();
+        for row in overdue {
+            self.warn(format!(
+                "the {row} did not arrive within {limit_ms} ms; it is extracted again"
+            ));
+            self.give_back(|other, _| other == row);
+        }
+        // An answer may be lost after its row was given back for another reason.
+        self.seats
+            .expire_leases(now_ms, limit_ms, PATIENCE_WITH_WORK * limit_ms);
+    }
+}

@@ -1,0 +1,304 @@
+//! A draft rank: holds a replica, computes its lanes' gradients, takes part in the sum, applies what was committed.
+//!
+//! DRAFT-1: it never waits for a peer while something lies in its inbox: what a link has no room for stays in the outbox,
+//! and between two lanes everything that arrived is taken in. So replicas that send to each other cannot block each other.
+//! DRAFT-2: what it keeps for later is bounded: rows of coming steps, segments of the present and the next step, pieces of
+//! one state.
+//!
+//! Files: `step` from begin to commit, `state` where weights come from and who gets them, `group` the links of an epoch.
+
+mod group;
+mod state;
+mod step;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use eaglet_runtime::checkpoint::CheckpointFolder;
+use eaglet_runtime::control::{Acceptance, Activity, CoordinatorCommand, Member, RankEvent};
+use eaglet_runtime::ids::{Epoch, Role, RowId, Step};
+use eaglet_runtime::link::{BulkEvent, BulkKind, BulkMessage, Endpoint};
+use eaglet_runtime::row::{HiddenRow, HiddenStates};
+
+use self::group::Group;
+use self::step::Phase;
+use super::{Context, Input, Progress, RankFault, Worker};
+use crate::faults::{self, Point};
+use crate::replica::{IncomingState, Replica};
+
+/// The worker of a draft seat.
+pub(super) struct DraftWorker {
+    context: Context,
+    checkpoints: CheckpointFolder,
+    replica: Option<Replica>,
+    /// Number of the load that is answered next.
+    load: u32,
+    epoch: Epoch,
+    group: Option<Group>,
+    phase: Phase,
+    /// Rows with the lease that they were extracted for.
+    rows: BTreeMap<RowId, (u64, HiddenRow)>,
+    /// Segments of a sum that this replica has not begun yet; none of them is of an older epoch.
+    early: Vec<BulkMessage>,
+    /// The peer whose state is awaited.
+    donor: Option<Member>,
+    /// What has arrived of it.
+    incoming: IncomingState,
+    /// Pieces of the newest state that came before the command to take it.
+    early_states: Vec<BulkMessage>,
+}
+
+impl DraftWorker {
+    pub(super) fn new(context: Context) -> Self {
+        Self {
+            checkpoints: CheckpointFolder::open(context.run_directory.join("checkpoints")),
+            context,
+            replica: None,
+            load: 0,
+            epoch: Epoch::default(),
+            group: None,
+            phase: Phase::Idle,
+            rows: BTreeMap::new(),
+            early: Vec::new(),
+            donor: None,
+            incoming: IncomingState::default(),
+            early_states: Vec::new(),
+        }
+    }
+
+    fn command(&mut self, command: CoordinatorCommand) -> Result<(), RankFault> {
+        match command {
+            CoordinatorCommand::LoadDraft {
+                load,
+                vocabulary,
+                contract,
+                origin,
+            } => {
+                self.context.enter(Activity::Loading);
+                faults::reach(Point::Load, None)?;
+                if self.replica.is_none() {
+                    let threads = self.context.threads;
+                    let replica = Replica::build(&self.context.config, &vocabulary, &contract, threads)
+                        .map_err(RankFault::permanent)?;
+                    self.replica = Some(replica);
+                }
+                self.load = load;
+                self.take_origin(origin)?;
+            }
+            CoordinatorCommand::Abandon { epoch } => self.abandon(epoch),
+            CoordinatorCommand::SendState { to } => self.send_state(&to)?,
+            CoordinatorCommand::FormGroup {
+                epoch,
+                members,
+                owners,
+            } => self.form(epoch, members, owners)?,
+            CoordinatorCommand::Begin { epoch, step, lanes } => {
+                // RANK-2
+                if epoch == self.epoch {
+                    self.begin(step, lanes)?;
+                }
+            }
+            CoordinatorCommand::Commit {
+                epoch,
+                step,
+                learning_rate,
+            } => {
+                if epoch == self.epoch {
+                    self.commit(step, learning_rate)?;
+                }
+            }
+            CoordinatorCommand::Checkpoint => {
+                self.context.enter(Activity::Saving);
+                faults::reach(Point::Save, self.replica.as_ref().map(Replica::step))?;
+                let replica = self.replica.as_ref().ok_or_else(not_loaded)?;
+                let keep = self.context.config.checkpoints.keep;
+                let folder = replica
+                    .save(&self.checkpoints, keep)
+                    .map_err(RankFault::permanent)?;
+                let folder = folder
+                    .strip_prefix(&self.context.run_directory)
+                    .map(Path::to_owned)
+                    .unwrap_or(folder);
+                self.context.say(RankEvent::Checkpointed {
+                    step: replica.step(),
+                    folder,
+                });
+            }
+            CoordinatorCommand::Evaluate => self.evaluate()?,
+            CoordinatorCommand::Welcome { .. }
+            | CoordinatorCommand::BeatAck { .. }
+            | CoordinatorCommand::Quit => {}
+            CoordinatorCommand::LoadVerifier
+            | CoordinatorCommand::Extract(_)
+            | CoordinatorCommand::ExtractHeldOut(_) => {
+                return Err(RankFault::passing("a draft replica was told to be a verifier"));
+            }
+        }
+        Ok(())
+    }
+
+    fn abandon(&mut self, epoch: Epoch) {
+        // RANK-2
+        if epoch < self.epoch {
+            return;
+        }
+        self.epoch = epoch;
+        self.phase = Phase::Idle;
+        self.group = None;
+        // RANK-2
+        self.early.retain(|message| message.header.epoch >= epoch);
+    }
+
+    fn form(&mut self, epoch: Epoch, members: Vec<Member>, owners: Vec<u16>) -> Result<(), RankFault> {
+        // RANK-2
+        if epoch < self.epoch {
+            return Ok(());
+        }
+        self.abandon(epoch);
+        faults::reach(Point::Form, None)?;
+        let seat = self.context.seat.index;
+        // Rows of lanes that are somebody else's now are extracted again for their new owner.
+        self.rows
+            .retain(|row, _| owners.get(usize::from(row.lane())) == Some(&seat));
+        let (seat, generation) = (self.context.seat, self.context.generation);
+        match Group::connect(seat, generation, epoch, &members, owners) {
+            Ok(group) => self.group = Some(group),
+            Err(unreached) if unreached.is_of_peer() => {
+                // Most often it has just died: no reason to lose this replica too.
+                self.closed(unreached.peer, epoch, unreached.to_string());
+                return Ok(());
+            }
+            Err(unreached) => return Err(RankFault::passing(unreached)),
+        }
+        self.context.say(RankEvent::GroupReady { epoch });
+        faults::reach(Point::Formed, None)?;
+        Ok(())
+    }
+
+    fn take_row(&mut self, message: BulkMessage) -> Result<(), RankFault> {
+        let BulkKind::Hidden {
+            row,
+            lease,
+            contract,
+            dtype,
+            states,
+            hidden,
+            packed: content,
+            ..
+        } = message.header.kind
+        else {
+            return Ok(());
+        };
+        let bytes = message
+            .parts
+            .into_iter()
+            .next()
+            .map(|part| part.into_vec())
+            .unwrap_or_default();
+        let hidden = HiddenStates {
+            dtype,
+            states: usize::from(states),
+            hidden: hidden as usize,
+            bytes,
+        };
+        let expected = self.replica.as_ref().map(Replica::contract);
+        if let Some(expected) = expected
+            && (expected.digest() != contract
+                || expected.states_per_token() != hidden.states
+                || expected.hidden_size as usize != hidden.hidden
+                || expected.dtype != hidden.dtype
+                || content.len() * expected.bytes_per_token() != hidden.bytes.len())
+        {
+            return Err(RankFault::permanent(format!(
+                "{} sent the {row} under another contract than this draft is trained for; start all ranks from one \
+                 cluster.toml",
+                message.header.from
+            )));
+        }
+        let is_old = self
+            .replica
+            .as_ref()
+            .is_some_and(|replica| !is_ahead(row, replica.step()));
+        // A row that was leased again since may hold other samples: the newest lease counts.
+        let is_superseded = self.rows.get(&row).is_some_and(|(known, _)| *known > lease);
+        if !is_old && !is_superseded {
+            let content = HiddenRow { row: content, hidden };
+            self.rows.insert(row, (lease, content));
+            self.context.say(RankEvent::Received { row, lease });
+        }
+        Ok(())
+    }
+
+    fn evaluate(&mut self) -> Result<(), RankFault> {
+        self.context.enter(Activity::Evaluating);
+        let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
+        let mut acceptance = Acceptance::default();
+        for (id, (_, row)) in &self.rows {
+            if matches!(id, RowId::HeldOut { .. }) {
+                acceptance.add(&replica.evaluate(row).map_err(RankFault::passing)?);
+            }
+        }
+        self.context.say(RankEvent::Evaluated {
+            step: replica.step(),
+            acceptance,
+        });
+        Ok(())
+    }
+
+    /// A link that its sender closed in order says nothing; one that broke is the coordinator's business.
+    fn closed(&self, from: Endpoint, epoch: Epoch, reason: String) {
+        tracing::warn!(%from, reason, "a bulk link broke");
+        self.context.say(RankEvent::LinkBroken {
+            from: from.seat,
+            generation: from.generation,
+            epoch,
+            reason,
+        });
+    }
+}
+
+/// Whether a row is still to be used by a replica that has reached a step.
+fn is_ahead(row: RowId, reached: Step) -> bool {
+    match row {
+        RowId::Train { step, .. } => step >= reached,
+        RowId::HeldOut { .. } => true,
+    }
+}
+
+fn not_loaded() -> RankFault {
+    RankFault::passing("asked to work before a draft was loaded")
+}
+
+impl Worker for DraftWorker {
+    fn take(&mut self, input: Input) -> Result<(), RankFault> {
+        match input {
+            Input::Command(command) => self.command(command)?,
+            Input::Bulk(BulkEvent::Message(message)) => {
+                match (&message.header.kind, message.header.from.role) {
+                    (BulkKind::Hidden { .. }, Role::Verifier) => self.take_row(message)?,
+                    (BulkKind::Gradient { .. }, Role::Draft) => {
+                        self.take_segment(message)?;
+                        self.stage_if_reduced()?;
+                    }
+                    (BulkKind::State { .. }, Role::Draft) => self.take_state(message)?,
+                    (_, role) => tracing::warn!(%role, "a message that this role does not send was dropped"),
+                }
+            }
+            Input::Bulk(BulkEvent::Closed {
+                peer: Some(hello),
+                error: Some(error),
+            }) => {
+                self.closed(hello.from, hello.epoch, error.to_string());
+            }
+            Input::Bulk(BulkEvent::Opened { .. } | BulkEvent::Closed { .. }) => {}
+        }
+        self.context.enter(self.phase.activity());
+        Ok(())
+    }
+
+    fn proceed(&mut self) -> Result<Progress, RankFault> {
+        let progress = self.proceed_with_step()?;
+        self.context.enter(self.phase.activity());
+        Ok(progress)
+    }
+}
