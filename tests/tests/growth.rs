@@ -224,7 +224,7 @@ fn ten_samples_become_a_thousand_in_one_live_run() {
     wait_for_trained(&mut cluster, 2000);
     let all = done(&directory, &["samples", "list", "--all"]);
     assert_eq!(all.lines().count(), 1001, "{all}");
-    assert!(all.contains("1: trained in step 0, 2: trained in step "), "{all}");
+    assert!(all.contains("0: trained in step 0, 1: trained in step "), "{all}");
 
     assert!(done(&directory, &["samples", "close"]).contains("the run ends"));
     completed(&cluster.finish());

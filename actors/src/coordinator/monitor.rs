@@ -349,7 +349,9 @@ fn occupants(ranks: &[RankView]) -> Vec<(Seat, Generation, Option<u32>)> {
 }
 
 fn rank_view(seat: &SeatView) -> RankView {
-    let activity = seat.beat.map(|beat| beat.activity).unwrap_or_default();
+    // What the last occupant of an empty seat said is no longer true.
+    let beat = seat.beat.filter(|_| seat.pid != 0);
+    let activity = beat.map(|beat| beat.activity).unwrap_or_default();
     let state = match seat.status {
         "restarting" => RankState::Restarting,
         "starting" => RankState::Starting,
@@ -381,8 +383,8 @@ fn rank_view(seat: &SeatView) -> RankView {
         state,
         restarts: seat.restarts,
         lanes: seat.lanes.clone(),
-        rss_bytes: seat.beat.map_or(0, |beat| beat.rss_bytes),
-        beat_age_ms: seat.beat.map(|_| seat.silent_ms),
+        rss_bytes: beat.map_or(0, |beat| beat.rss_bytes),
+        beat_age_ms: beat.map(|_| seat.silent_ms),
         detail: detail.to_owned(),
     }
 }

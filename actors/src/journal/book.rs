@@ -71,7 +71,7 @@ impl KnownSample {
     pub fn quarantine(&self) -> Option<String> {
         self.refused.clone().or_else(|| {
             self.passes.iter().find_map(|(pass, standing)| match standing {
-                UnitStanding::Quarantined { reason, .. } => Some(format!("in pass {}: {reason}", pass + 1)),
+                UnitStanding::Quarantined { reason, .. } => Some(format!("in pass {pass}: {reason}")),
                 _ => None,
             })
         })
@@ -358,7 +358,7 @@ mod tests {
             reasons,
             [
                 None,
-                Some("in pass 1: not finite".to_owned()),
+                Some("in pass 0: not finite".to_owned()),
                 Some("torn".to_owned())
             ]
         );

@@ -61,7 +61,7 @@ fn id(known: &KnownSample) -> String {
     known.source.id.as_deref().map_or_else(|| "-".to_owned(), visible)
 }
 
-/// Where each pass stands; neighbours that wait for a step are told together.
+/// Where each pass, from 0, stands; neighbours that wait for a step are told together.
 fn standings(known: &KnownSample, passes: u32) -> String {
     if known.refused.is_some() {
         return "refused on arrival".to_owned();
@@ -72,9 +72,9 @@ fn standings(known: &KnownSample, passes: u32) -> String {
     while pass < passes {
         let run = (pass..passes).take_while(pending).count() as u32;
         parts.push(match run {
-            0 => format!("{}: {}", pass + 1, known.standing(pass)),
-            1 => format!("{}: pending", pass + 1),
-            _ => format!("{} to {}: pending", pass + 1, pass + run),
+            0 => format!("{pass}: {}", known.standing(pass)),
+            1 => format!("{pass}: pending"),
+            _ => format!("{pass} to {}: pending", pass + run - 1),
         });
         pass += run.max(1);
     }
