@@ -1,17 +1,18 @@
-//! A fake draft replica: what `actors/src/rank/draft.rs` does with each input, fences and faults included, around the real
-//! reduction and fake weights.
+//! A fake draft replica: what `actors/src/rank/draft` does with each input, fences and faults included, around the real
+//! reduction and fake weights. Files as there: `step` from begin to commit, `state` where weights come from.
+
+mod state;
+mod step;
 
 use std::collections::BTreeMap;
 
-use eaglet_runtime::collective::{Outgoing, ReduceShape, SeatOrderedReduce};
-use eaglet_runtime::control::{Acceptance, CoordinatorCommand, DraftOrigin, LaneMetrics, Member, RankEvent};
-use eaglet_runtime::digest::Digest;
+use eaglet_runtime::control::{Acceptance, Activity, CoordinatorCommand, Member, RankEvent};
 use eaglet_runtime::ids::{Epoch, RowId, Seat, Step};
 
-use super::fault::Fault;
+use self::step::Phase;
 use super::network::{LinkKind, Load, PARTS, Parcel};
 use super::rank::{Input, RankFault, RankId};
-use super::weights::{ELEMENTS, Weights, gradient_of};
+use super::weights::Weights;
 use super::world::World;
 
 /// The worker of a draft seat.
@@ -22,6 +23,7 @@ pub struct Draft {
     epoch: Epoch,
     group: Option<Group>,
     phase: Phase,
+    /// Rows with the lease that they were extracted for, and what they are made of.
     rows: BTreeMap<RowId, (u64, u64)>,
     early: Vec<Parcel>,
     donor: Option<Member>,
@@ -41,25 +43,26 @@ struct Group {
     owners: Vec<u16>,
 }
 
-#[derive(Default)]
-enum Phase {
-    #[default]
-    Idle,
-    Reducing {
-        step: Step,
-        reduce: Box<SeatOrderedReduce>,
-        lanes: Vec<LaneMetrics>,
-    },
-    Staged {
-        step: Step,
-        gradient: Vec<f32>,
-    },
+impl Group {
+    fn owner(&self, lane: u16) -> Option<u16> {
+        self.owners.get(usize::from(lane)).copied()
+    }
 }
 
 impl Draft {
-    /// Whether it waits for its peers' gradients.
-    pub(super) fn is_reducing(&self) -> bool {
-        matches!(self.phase, Phase::Reducing { .. })
+    /// What it is busy with between two inputs.
+    pub(super) fn activity(&self) -> Activity {
+        self.phase.activity()
+    }
+
+    /// Work that needs no input, by the time that it takes at most.
+    pub(super) fn work_ms(&self) -> Option<u64> {
+        self.phase.work_ms()
+    }
+
+    /// Does a piece of that work.
+    pub(super) fn proceed(&mut self, world: &mut World, id: RankId) -> Result<(), RankFault> {
+        self.compute(world, id)
     }
 
     /// Takes one input.
@@ -167,49 +170,6 @@ impl Draft {
         Ok(())
     }
 
-    fn take_origin(&mut self, world: &mut World, id: RankId, origin: DraftOrigin) -> Result<(), RankFault> {
-        self.donor = None;
-        self.incoming = [None; PARTS];
-        match origin {
-            DraftOrigin::Initial => {
-                self.early_states.clear();
-                self.replica = Some(Weights::INITIAL);
-            }
-            DraftOrigin::Checkpoint(folder) => {
-                self.early_states.clear();
-                let weights = world
-                    .disk
-                    .load(&folder)
-                    .ok_or_else(|| RankFault::permanent("the checkpoint is not there"))?;
-                self.replica = Some(weights);
-            }
-            DraftOrigin::Peer(donor) => {
-                self.donor = Some(donor);
-                for parcel in std::mem::take(&mut self.early_states) {
-                    self.take_piece(world, id, parcel)?;
-                }
-                return Ok(());
-            }
-        }
-        self.say_ready(world, id);
-        Ok(())
-    }
-
-    fn say_ready(&mut self, world: &mut World, id: RankId) {
-        if let Some(weights) = self.replica {
-            self.rows.retain(|row, _| is_ahead(*row, weights.step));
-            world.holds(id, weights);
-            world.say(
-                id,
-                RankEvent::DraftReady {
-                    load: self.load,
-                    step: weights.step,
-                    state: weights.digest(),
-                },
-            );
-        }
-    }
-
     fn abandon(&mut self, epoch: Epoch) {
         if epoch < self.epoch {
             return;
@@ -245,217 +205,24 @@ impl Draft {
                 .rank_named(&member.bulk_name)
                 .ok_or_else(|| RankFault::passing("a member that was never started"))?;
             group.members.push((member.seat, to));
-            if member.seat != own {
-                world
-                    .connect(id, to, LinkKind::Group, epoch)
-                    .map_err(|_| RankFault::passing("a member cannot be reached"))?;
+            if member.seat != own && world.connect(id, to, LinkKind::Group, epoch).is_err() {
+                // Most often it has just died: no reason to lose this replica too.
+                let from = Seat::draft(member.seat);
+                let (generation, reason) = (member.generation, String::new());
+                world.say(
+                    id,
+                    RankEvent::LinkBroken {
+                        from,
+                        generation,
+                        epoch,
+                        reason,
+                    },
+                );
+                return Ok(());
             }
         }
         self.group = Some(group);
         world.say(id, RankEvent::GroupReady { epoch });
-        Ok(())
-    }
-
-    fn begin(&mut self, world: &mut World, id: RankId, step: Step, lanes: &[u16]) -> Result<(), RankFault> {
-        let weights = self.replica.ok_or_else(not_loaded)?;
-        let group = self
-            .group
-            .as_ref()
-            .ok_or_else(|| RankFault::passing("a step began before the group"))?;
-        if weights.step != step {
-            return Err(RankFault::passing(format!(
-                "step {step} began at step {}",
-                weights.step
-            )));
-        }
-        let own = world.ranks[id].seat.index;
-        let shape = ReduceShape {
-            elements: ELEMENTS,
-            members: group.members.iter().map(|&(seat, _)| seat).collect(),
-            own,
-            lanes: lanes
-                .iter()
-                .map(|&lane| {
-                    let owner = group.owners.get(usize::from(lane)).copied();
-                    (lane, owner.unwrap_or(u16::MAX))
-                })
-                .collect(),
-        };
-        let mut reduce = SeatOrderedReduce::new(shape).map_err(RankFault::passing)?;
-        let mut measured = Vec::new();
-        for &lane in lanes {
-            if group.owners.get(usize::from(lane)) != Some(&own) {
-                continue;
-            }
-            let row = RowId::Train { step, lane };
-            let (_, content) = *self
-                .rows
-                .get(&row)
-                .ok_or_else(|| RankFault::passing(format!("the {row} is not here")))?;
-            let mut gradient = gradient_of(content);
-            if world.spoils(content) {
-                gradient[0] = f32::NAN;
-            }
-            measured.push(LaneMetrics {
-                lane,
-                finite: is_finite(&gradient),
-                tokens: 1,
-                ..LaneMetrics::default()
-            });
-            let outgoing = reduce.contribute(lane, &gradient).map_err(RankFault::passing)?;
-            send_all(world, id, group, self.epoch, step, outgoing);
-        }
-        let outgoing = reduce.start(vec![0.0; ELEMENTS]).map_err(RankFault::passing)?;
-        send_all(world, id, group, self.epoch, step, outgoing);
-        self.phase = Phase::Reducing {
-            step,
-            reduce: Box::new(reduce),
-            lanes: measured,
-        };
-        for parcel in std::mem::take(&mut self.early) {
-            self.take_segment(world, id, parcel)?;
-        }
-        self.stage_if_reduced(world, id)
-    }
-
-    fn take_segment(&mut self, world: &mut World, id: RankId, parcel: Parcel) -> Result<(), RankFault> {
-        if parcel.epoch < self.epoch {
-            return Ok(());
-        }
-        let Load::Segment {
-            step: at,
-            phase,
-            segment,
-            ref bytes,
-        } = parcel.load
-        else {
-            return Ok(());
-        };
-        match &mut self.phase {
-            Phase::Reducing { step, reduce, .. } if *step == at && parcel.epoch == self.epoch => {
-                let Some(group) = &self.group else { return Ok(()) };
-                let from = world.ranks[parcel.from].seat.index;
-                let outgoing = reduce
-                    .receive(from, phase, segment, bytes.clone())
-                    .map_err(RankFault::passing)?;
-                send_all(world, id, group, self.epoch, at, outgoing);
-            }
-            _ => self.early.push(parcel),
-        }
-        Ok(())
-    }
-
-    fn stage_if_reduced(&mut self, world: &mut World, id: RankId) -> Result<(), RankFault> {
-        if !matches!(&self.phase, Phase::Reducing { reduce, .. } if reduce.is_done()) {
-            return Ok(());
-        }
-        let Phase::Reducing {
-            step,
-            reduce,
-            mut lanes,
-        } = std::mem::take(&mut self.phase)
-        else {
-            return Ok(());
-        };
-        let weights = self.replica.ok_or_else(not_loaded)?;
-        let mut gradient = reduce.finish().map_err(RankFault::passing)?;
-        let alone = self.group.as_ref().is_none_or(|group| group.members.len() < 2);
-        if !alone && !world.calm && world.dice.one_in(world.plan.faults.disagree_one_in) {
-            // A bit of its memory flipped. Alone nobody would see it.
-            world.counts.note(Fault::Disagreement);
-            gradient[0] += 1.0 + id as f32;
-        }
-        if !is_finite(&gradient) {
-            lanes.iter_mut().for_each(|lane| lane.finite = false);
-        }
-        let event = RankEvent::Staged {
-            epoch: self.epoch,
-            step,
-            gradient: Digest::of_f32(&gradient),
-            state: weights.digest(),
-            lanes,
-        };
-        self.phase = Phase::Staged { step, gradient };
-        world.say(id, event);
-        Ok(())
-    }
-
-    fn commit(
-        &mut self,
-        world: &mut World,
-        id: RankId,
-        step: Step,
-        learning_rate: f64,
-    ) -> Result<(), RankFault> {
-        let weights = self.replica.ok_or_else(not_loaded)?;
-        let weights = match std::mem::take(&mut self.phase) {
-            Phase::Staged {
-                step: staged,
-                gradient,
-            } if staged == step => weights.after(&gradient, learning_rate),
-            _ => {
-                return Err(RankFault::passing(format!(
-                    "step {step} is committed and not staged here"
-                )));
-            }
-        };
-        self.replica = Some(weights);
-        world.holds(id, weights);
-        self.rows.retain(|row, _| is_ahead(*row, weights.step));
-        world.say(
-            id,
-            RankEvent::Applied {
-                step: weights.step,
-                state: weights.digest(),
-            },
-        );
-        Ok(())
-    }
-
-    fn send_state(&mut self, world: &mut World, id: RankId, to: &Member) -> Result<(), RankFault> {
-        let weights = self.replica.ok_or_else(not_loaded)?;
-        let Some(to) = world.rank_named(&to.bulk_name) else {
-            return Ok(());
-        };
-        // If it cannot be reached its process is gone, and the coordinator asks again for the next one.
-        if world.connect(id, to, LinkKind::State, self.epoch).is_ok() {
-            for part in 0..PARTS {
-                let load = Load::Piece { weights, part };
-                if world
-                    .send_over(id, to, LinkKind::State, self.epoch, load)
-                    .is_err()
-                {
-                    break;
-                }
-            }
-            world.close(id, |link| link.kind == LinkKind::State);
-        }
-        Ok(())
-    }
-
-    fn take_piece(&mut self, world: &mut World, id: RankId, parcel: Parcel) -> Result<(), RankFault> {
-        let Some(donor) = self.donor.as_ref() else {
-            self.early_states.push(parcel);
-            return Ok(());
-        };
-        let sender = &world.ranks[parcel.from];
-        if (sender.seat, sender.generation) != (Seat::draft(donor.seat), donor.generation) {
-            return Ok(());
-        }
-        let Load::Piece { weights, part } = parcel.load else {
-            return Ok(());
-        };
-        let follows = self.incoming.iter().flatten().all(|before| *before == weights);
-        if !follows || self.incoming[part].replace(weights).is_some() {
-            return Err(RankFault::passing("has pieces that do not follow each other"));
-        }
-        if self.incoming.iter().all(Option::is_some) {
-            self.incoming = [None; PARTS];
-            self.replica = Some(weights);
-            self.donor = None;
-            self.early_states.clear();
-            self.say_ready(world, id);
-        }
         Ok(())
     }
 
@@ -469,37 +236,11 @@ impl Draft {
     }
 }
 
-fn send_all(world: &mut World, id: RankId, group: &Group, epoch: Epoch, step: Step, outgoing: Vec<Outgoing>) {
-    for Outgoing {
-        to_seat,
-        phase,
-        segment,
-        bytes,
-    } in outgoing
-    {
-        let Some(&(_, to)) = group.members.iter().find(|(seat, _)| *seat == to_seat) else {
-            continue;
-        };
-        let load = Load::Segment {
-            step,
-            phase,
-            segment,
-            bytes,
-        };
-        // A link that has ended is left to the coordinator.
-        let _ = world.send_over(id, to, LinkKind::Group, epoch, load);
-    }
-}
-
 fn is_ahead(row: RowId, reached: Step) -> bool {
     match row {
         RowId::Train { step, .. } => step >= reached,
         RowId::HeldOut { .. } => true,
     }
-}
-
-fn is_finite(values: &[f32]) -> bool {
-    values.iter().all(|value| value.is_finite())
 }
 
 fn not_loaded() -> RankFault {
