@@ -281,7 +281,7 @@ impl World {
             weights: book.chain[book.chain.len() - 1],
             completed: self.ended == Some(true),
             failures: self.failures,
-            compared: !book.changed && self.ended == Some(true),
+            compared: self.follows_the_quiet_run() && self.ended == Some(true),
             counts: self.counts,
         }
     }
