@@ -217,12 +217,7 @@ impl Draft {
         if !matches!(&self.phase, Phase::Reducing { reduce, .. } if reduce.is_done()) {
             return Ok(());
         }
-        let Phase::Reducing {
-            step,
-            reduce,
-            mut lanes,
-        } = std::mem::take(&mut self.phase)
-        else {
+        let Phase::Reducing { step, reduce, lanes } = std::mem::take(&mut self.phase) else {
             return Ok(());
         };
         let weights = self.replica.ok_or_else(not_loaded)?;
@@ -233,13 +228,11 @@ impl Draft {
             world.counts.note(Fault::Disagreement);
             gradient[0] += 1.0 + id as f32;
         }
-        if !is_finite(&gradient) {
-            lanes.iter_mut().for_each(|lane| lane.finite = false);
-        }
         let event = RankEvent::Staged {
             epoch: self.epoch,
             step,
             gradient: Digest::of_f32(&gradient),
+            finite: is_finite(&gradient),
             state: weights.digest(),
             lanes,
         };
