@@ -93,8 +93,8 @@ impl World {
             .map(|file| !file.is_added || coordinator.engine.added_sources().contains(&file.path()))
             .collect();
         let mut taken = 0;
-        for file in 0..known.len() {
-            while known[file] && taken < BATCH {
+        for (file, is_known) in known.into_iter().enumerate() {
+            while is_known && taken < BATCH {
                 let now_ms = self.clock.now_ms();
                 let Some((line, entry)) = self.intake.next(&self.plan.corpus, file, now_ms) else {
                     break;

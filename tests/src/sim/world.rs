@@ -177,7 +177,7 @@ impl World {
         let mut world = Self {
             seed,
             dice: Dice::new(mix(seed)),
-            clock: Clock::new(),
+            clock: Clock::default(),
             disk: Disk::new(plan.keep),
             ranks: Vec::new(),
             paths: Vec::new(),
@@ -288,7 +288,7 @@ impl World {
 
     fn run_to_the_end(&mut self) -> Checked {
         while self.ended.is_none() {
-            let Some(what) = self.clock.next() else {
+            let Some(what) = self.clock.advance() else {
                 return broken("LIVENESS", "nothing happens any more");
             };
             if self.calm && self.clock.now_ms() > self.calm_since_ms + PATIENCE_MS {
