@@ -96,7 +96,7 @@ pub enum Action {
     Corrupt,
 }
 
-/// What the caller of [`reach`] is to spoil.
+/// What whoever reached a point is to spoil.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Damage {
     /// A value of the gradient becomes NaN.

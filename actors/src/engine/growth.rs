@@ -106,6 +106,8 @@ impl Engine {
     pub(super) fn retry_sample(&mut self, sample: SampleSeq, stored: Option<StoredSample>) {
         if self.readmit(sample, stored) {
             self.append(Record::Retried { sample, stored }, true);
+            // At once: a run that is about to end would end without it.
+            self.grow();
         }
     }
 

@@ -15,6 +15,7 @@ use rustix::process::Signal;
 use serde::Serialize;
 
 use super::facts::{Machine, load, percentile};
+use super::interrupt::Interrupt;
 use super::run::{Run, send};
 use crate::cli::RecoveryArgs;
 
@@ -58,7 +59,7 @@ pub(crate) fn recovery(arguments: &RecoveryArgs, config: ClusterConfig, out: &mu
         dead_after_ms: config.supervision.dead_after_ms,
         series: Vec::new(),
     };
-    let mut run = Run::prepare(config)?;
+    let mut run = Run::prepare(config, Interrupt::listen()?)?;
     run.launch()?;
     run.wait_for_commits(COMMITS_BETWEEN)?;
     for (fault, signal) in [("kill", Signal::KILL), ("stop", Signal::STOP)] {
@@ -175,7 +176,7 @@ fn cluster(mut config: ClusterConfig, arguments: &RecoveryArgs) -> Result<(Clust
     config.training.passes = 1000;
     config.training.rows_per_step = Some(arguments.drafts);
     config.training.steps = None;
-    config.training.tokens_per_row = 32;
+    config.training.tokens_per_row = 64;
     config.training.ttt_steps = 1;
     config.training.evaluate_every_steps = 0;
     config.samples.held_out = Vec::new();

@@ -12,6 +12,8 @@ use eaglet_runtime::ids::{Generation, Seat};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
+use super::interrupt::Interrupt;
+
 /// Longest wait for anything that a healthy cluster does.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Time between two looks.
@@ -23,6 +25,7 @@ pub(super) struct Run {
     config: PathBuf,
     child: Option<Child>,
     metrics: Metrics,
+    interrupt: Interrupt,
 }
 
 /// `metrics.jsonl`, read as it grows.
@@ -41,7 +44,7 @@ impl Run {
     ///
     /// # Errors
     /// If the folder cannot be written.
-    pub(super) fn prepare(mut config: ClusterConfig) -> Result<Self> {
+    pub(super) fn prepare(mut config: ClusterConfig, interrupt: Interrupt) -> Result<Self> {
         let folder = tempfile::Builder::new()
             .prefix("eaglet-bench-")
             .tempdir()
@@ -63,6 +66,7 @@ impl Run {
             folder,
             config: file,
             child: None,
+            interrupt,
         })
     }
 
@@ -164,6 +168,7 @@ impl Run {
     fn wait<T>(&mut self, what: &str, look: impl Fn(&Metrics) -> Option<T>) -> Result<T> {
         let begun = Instant::now();
         loop {
+            self.interrupt.check()?;
             self.metrics.read()?;
             if let Some(found) = look(&self.metrics) {
                 return Ok(found);

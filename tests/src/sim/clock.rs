@@ -17,9 +17,9 @@ pub struct Clock<T> {
     free: Vec<u32>,
 }
 
-impl<T> Clock<T> {
+impl<T> Default for Clock<T> {
     /// An empty queue at time 0.
-    pub fn new() -> Self {
+    fn default() -> Self {
         Self {
             now_ms: 0,
             sequence: 0,
@@ -28,7 +28,9 @@ impl<T> Clock<T> {
             free: Vec::new(),
         }
     }
+}
 
+impl<T> Clock<T> {
     /// The virtual time.
     pub fn now_ms(&self) -> u64 {
         self.now_ms
@@ -58,7 +60,7 @@ impl<T> Clock<T> {
     }
 
     /// Lets time go on to the next thing.
-    pub fn next(&mut self) -> Option<T> {
+    pub fn advance(&mut self) -> Option<T> {
         let Reverse((key, slot)) = self.heap.pop()?;
         self.now_ms = key >> SEQUENCE_BITS;
         self.free.push(slot);
@@ -77,12 +79,12 @@ mod tests {
 
     #[test]
     fn things_happen_in_their_order() {
-        let mut clock = Clock::new();
+        let mut clock = Clock::default();
         for (at_ms, what) in [(5, 'c'), (3, 'a'), (5, 'd'), (3, 'b')] {
             clock.at(at_ms, what);
         }
         let mut seen = Vec::new();
-        while let Some(what) = clock.next() {
+        while let Some(what) = clock.advance() {
             seen.push((clock.now_ms(), what));
             if what == 'b' {
                 clock.after(1, 'x');

@@ -82,7 +82,7 @@ impl World {
             return Ok(());
         };
         let prepared = coordinator.engine.is_prepared();
-        if prepared && !coordinator.engine.is_open() {
+        if prepared && !self.is_read_on() {
             return Ok(()); // all that this run is made of is there
         }
         let known: Vec<bool> = self
@@ -93,8 +93,8 @@ impl World {
             .map(|file| !file.is_added || coordinator.engine.added_sources().contains(&file.path()))
             .collect();
         let mut taken = 0;
-        for file in 0..known.len() {
-            while known[file] && taken < BATCH {
+        for (file, is_known) in known.into_iter().enumerate() {
+            while is_known && taken < BATCH {
                 let now_ms = self.clock.now_ms();
                 let Some((line, entry)) = self.intake.next(&self.plan.corpus, file, now_ms) else {
                     break;
@@ -131,6 +131,11 @@ impl World {
         };
         self.clock.after(wait_ms, What::Intake(launch));
         Ok(())
+    }
+
+    /// Whether files are read beyond what the run starts with.
+    fn is_read_on(&self) -> bool {
+        self.plan.settings.open && !self.checks.book.closed
     }
 
     fn has_read_all(&mut self) -> Checked {
@@ -172,10 +177,11 @@ impl World {
 
     /// A file is added to the live run, if it is one that grows.
     pub(super) fn add_file(&mut self) -> Checked {
-        let open = self
+        let prepared = self
             .coordinator
             .as_ref()
-            .is_some_and(|coordinator| coordinator.engine.is_prepared() && coordinator.engine.is_open());
+            .is_some_and(|coordinator| coordinator.engine.is_prepared());
+        let open = prepared && self.is_read_on();
         let added: Vec<_> = self
             .plan
             .corpus
@@ -249,11 +255,16 @@ impl World {
         }
     }
 
-    /// A run that was never longer or otherwise than at its start ends with the weights of the undisturbed run, which
-    /// follow from its samples alone.
+    /// Whether a complete run must have the weights of the undisturbed one: if it was never longer or otherwise than at its
+    /// start. The rates of an open run depend on when it is closed.
+    pub(super) fn follows_the_quiet_run(&self) -> bool {
+        !self.checks.book.changed && !self.plan.settings.open
+    }
+
+    /// The weights of the undisturbed run follow from its samples alone.
     pub(super) fn like_the_quiet_run(&self) -> Checked {
         let book = &self.checks.book;
-        if book.changed {
+        if !self.follows_the_quiet_run() {
             return Ok(());
         }
         let settings = &self.plan.settings;

@@ -62,6 +62,8 @@ pub struct Faults {
     pub disagree_one_in: u32,
     /// One in so many units is refused by every verifier.
     pub bad_unit_one_in: u32,
+    /// One in so many extractions is refused for no reason.
+    pub refuse_one_in: u32,
     /// Held-out rows are refused.
     pub refuse_held_out: bool,
     /// Seats whose occupants die at their start, and how many of them do in each launch.
@@ -80,6 +82,7 @@ impl Faults {
             && self.never_finite_one_in == 0
             && self.disagree_one_in == 0
             && self.bad_unit_one_in == 0
+            && self.refuse_one_in == 0
             && !self.refuse_held_out
             && self.crash_loops.is_empty()
     }
@@ -236,6 +239,7 @@ impl Plan {
             17 => faults.disagree_one_in = dice.pick(&[10, 40]),
             18 => match dice.below(4) {
                 0 => faults.refuse_held_out = true,
+                1 => faults.refuse_one_in = dice.pick(&[10, 40]),
                 _ => {
                     faults.bad_unit_one_in = dice.pick(&[4, 15]);
                     if dice.one_in(2) {

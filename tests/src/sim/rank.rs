@@ -72,6 +72,15 @@ pub enum Worker {
     Draft(Box<Draft>),
 }
 
+impl Worker {
+    fn work_ms(&self) -> Option<u64> {
+        match self {
+            Self::Verifier(_) => None,
+            Self::Draft(draft) => draft.work_ms(),
+        }
+    }
+}
+
 /// How far a process is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Life {
@@ -120,6 +129,8 @@ pub struct Rank {
     early: Vec<Input>,
     welcomed: bool,
     busy: bool,
+    /// What it is busy with needs no input.
+    proceeds: bool,
     activity: Activity,
     activity_since_ms: u64,
     beats: u64,
@@ -150,6 +161,7 @@ impl Rank {
             early: Vec::new(),
             welcomed: false,
             busy: false,
+            proceeds: false,
             activity: Activity::Idle,
             activity_since_ms: now_ms,
             beats: 0,
@@ -241,21 +253,32 @@ impl World {
         }
     }
 
-    /// Takes inputs until one of them needs time.
+    /// Takes inputs, and does work that needs none, until something needs time.
     fn go_on(&mut self, id: RankId) {
         loop {
             let now_ms = self.clock.now_ms();
             let rank = &mut self.ranks[id];
             rank.busy = false;
-            let Some(input) = rank.inbox.front() else { return };
-            let (activity, ms) = cost(input);
-            let welcomed = rank.welcomed;
+            let (activity, ms) = match rank.inbox.front() {
+                Some(input) if rank.welcomed => cost(input),
+                Some(_) => (None, 0),
+                // Everything that has arrived is taken in before work goes on.
+                None => match rank.worker.as_ref().and_then(Worker::work_ms) {
+                    Some(ms) => (Some(Activity::Computing), ms),
+                    None => return,
+                },
+            };
+            rank.proceeds = rank.inbox.is_empty();
             let ready_ms = rank.stopped_until_ms.max(rank.stuck_until_ms);
-            if let Some(activity) = activity.filter(|_| welcomed && now_ms >= rank.stopped_until_ms) {
+            if let Some(activity) = activity.filter(|_| now_ms >= rank.stopped_until_ms) {
+                if rank.proceeds {
+                    // Each lane has the whole time limit of a step.
+                    rank.activity_since_ms = now_ms;
+                }
                 rank.enter(activity, now_ms);
             }
             let factor = rank.slowness;
-            let ms = if ms == 0 || !welcomed {
+            let ms = if ms == 0 {
                 0
             } else {
                 self.dice.between(1, ms) * factor
@@ -265,14 +288,14 @@ impl World {
                 self.clock.at((now_ms + ms).max(ready_ms), What::Work(id));
                 return;
             }
-            self.take_input(id);
+            self.do_next(id);
             if !self.ranks[id].is_alive() {
                 return;
             }
         }
     }
 
-    /// The compute thread is done with the input in front.
+    /// The compute thread is done with what it does.
     pub(super) fn work(&mut self, id: RankId) {
         let now_ms = self.clock.now_ms();
         let rank = &mut self.ranks[id];
@@ -284,17 +307,24 @@ impl World {
             self.clock.at(ready_ms, What::Work(id));
             return;
         }
-        self.take_input(id);
+        self.do_next(id);
         if self.ranks[id].is_alive() {
             self.go_on(id);
         }
     }
 
-    fn take_input(&mut self, id: RankId) {
-        let Some(input) = self.ranks[id].inbox.pop_front() else {
-            return;
+    fn do_next(&mut self, id: RankId) {
+        let result = if std::mem::take(&mut self.ranks[id].proceeds) {
+            self.with_worker(id, |worker, world| match worker {
+                Worker::Draft(draft) => draft.proceed(world, id),
+                Worker::Verifier(_) => Ok(()),
+            })
+        } else {
+            match self.ranks[id].inbox.pop_front() {
+                Some(input) => self.handle_input(id, input),
+                None => Ok(()),
+            }
         };
-        let result = self.handle_input(id, input);
         if let Err(fault) = result {
             self.note(|world| format!("{} cannot go on: {}", world.name(id), fault.reason));
             self.say(
@@ -335,22 +365,32 @@ impl World {
     }
 
     fn work_on(&mut self, id: RankId, input: Input) -> Result<(), RankFault> {
+        self.with_worker(id, |worker, world| match worker {
+            Worker::Verifier(verifier) => verifier.take(world, id, input),
+            Worker::Draft(draft) => draft.take(world, id, input),
+        })
+    }
+
+    fn with_worker(
+        &mut self,
+        id: RankId,
+        work: impl FnOnce(&mut Worker, &mut Self) -> Result<(), RankFault>,
+    ) -> Result<(), RankFault> {
         // It is put back below; while it works, nothing else looks at it.
         let Some(mut worker) = self.ranks[id].worker.take() else {
             return Ok(());
         };
-        let result = match &mut worker {
-            Worker::Verifier(verifier) => verifier.take(self, id, input),
-            Worker::Draft(draft) => draft.take(self, id, input),
-        };
+        let result = work(&mut worker, self);
         let activity = match &worker {
-            Worker::Draft(draft) if draft.is_reducing() => Activity::Reducing,
-            _ => Activity::Idle,
+            Worker::Draft(draft) => draft.activity(),
+            Worker::Verifier(_) => Activity::Idle,
         };
         let now_ms = self.clock.now_ms();
         let rank = &mut self.ranks[id];
         rank.enter(activity, now_ms);
-        rank.worker = Some(worker);
+        if rank.is_alive() {
+            rank.worker = Some(worker);
+        }
         result
     }
 
@@ -413,7 +453,6 @@ fn cost(input: &Input) -> (Option<Activity>, u64) {
             CoordinatorCommand::FormGroup { .. } => (None, 2),
             CoordinatorCommand::Extract(_) => (Some(Activity::Extracting), 8),
             CoordinatorCommand::ExtractHeldOut(_) => (Some(Activity::Generating), 12),
-            CoordinatorCommand::Begin { .. } => (Some(Activity::Computing), 6),
             CoordinatorCommand::Commit { .. } => (Some(Activity::Applying), 3),
             CoordinatorCommand::Checkpoint => (Some(Activity::Saving), 10),
             CoordinatorCommand::Evaluate => (Some(Activity::Evaluating), 6),

@@ -132,11 +132,7 @@ impl World {
                     breaks,
                 });
             }
-            Fault::LinkBroken => {
-                if self.break_a_link(id) {
-                    self.counts.note(fault);
-                }
-            }
+            Fault::LinkBroken if self.break_a_link(id) => self.counts.note(fault),
             _ => {}
         }
     }

@@ -49,6 +49,12 @@ impl Verifier {
     ) -> Result<(), RankFault> {
         self.check_loaded()?;
         let refused = units.iter().copied().find(|&unit| is_bad(world, unit));
+        let refused = match refused {
+            None if !world.calm && world.dice.one_in(world.plan.faults.refuse_one_in) => {
+                Some(units[world.dice.place(units.len())])
+            }
+            other => other,
+        };
         if let Some(unit) = refused {
             world.counts.note(Fault::SampleRefused);
             let reason = "its hidden states are not finite".to_owned();
@@ -131,9 +137,16 @@ fn hand_over(world: &mut World, id: RankId, (row, lease): (RowId, u64), content:
         .filter(|&other| other != to && world.ranks[other].seat == others)
         .collect();
     world.close(id, |link| seats.contains(&link.to));
-    let sent = world
-        .connect(id, to, LinkKind::Rows, epoch)
-        .and_then(|()| world.send_over(id, to, LinkKind::Rows, epoch, Load::Row { row, lease, content }));
+    let send = |world: &mut World| {
+        world
+            .connect(id, to, LinkKind::Rows, epoch)
+            .and_then(|()| world.send_over(id, to, LinkKind::Rows, epoch, Load::Row { row, lease, content }))
+    };
+    let sent = send(world).or_else(|_| {
+        // The link may have broken long ago: whether the receiver is there shows a new one.
+        world.close(id, |link| link.to == to);
+        send(world)
+    });
     let (seat, generation) = (destination.seat, destination.generation);
     let event = match sent {
         Ok(()) => RankEvent::Extracted {

@@ -177,7 +177,7 @@ impl World {
         let mut world = Self {
             seed,
             dice: Dice::new(mix(seed)),
-            clock: Clock::new(),
+            clock: Clock::default(),
             disk: Disk::new(plan.keep),
             ranks: Vec::new(),
             paths: Vec::new(),
@@ -281,14 +281,14 @@ impl World {
             weights: book.chain[book.chain.len() - 1],
             completed: self.ended == Some(true),
             failures: self.failures,
-            compared: !book.changed && self.ended == Some(true),
+            compared: self.follows_the_quiet_run() && self.ended == Some(true),
             counts: self.counts,
         }
     }
 
     fn run_to_the_end(&mut self) -> Checked {
         while self.ended.is_none() {
-            let Some(what) = self.clock.next() else {
+            let Some(what) = self.clock.advance() else {
                 return broken("LIVENESS", "nothing happens any more");
             };
             if self.calm && self.clock.now_ms() > self.calm_since_ms + PATIENCE_MS {

@@ -56,6 +56,8 @@ pub struct Book {
     quarantined: u64,
     /// Whether intake is complete.
     pub prepared: bool,
+    /// Whether nothing more is read.
+    pub closed: bool,
     /// Steps of the whole run.
     pub total_steps: u64,
     /// Whether the run is longer or otherwise than it was prepared: more samples, refusals, retries.
@@ -81,6 +83,7 @@ impl Book {
             trained: 0,
             quarantined: 0,
             prepared: false,
+            closed: false,
             total_steps: 0,
             changed: false,
             seats: settings.seats.iter().copied().collect(),
@@ -278,7 +281,8 @@ impl Book {
             Record::SeatRemoved { seat } => {
                 self.seats.remove(seat);
             }
-            Record::SourceAdded { .. } | Record::Closed | Record::Checkpointed { .. } => {}
+            Record::Closed => self.closed = true,
+            Record::SourceAdded { .. } | Record::Checkpointed { .. } => {}
         }
         Ok(())
     }

@@ -74,8 +74,10 @@ impl Liveness {
         // A step is given other samples twice before the verifier is blamed.
         let refusals = counts.of(Fault::SampleRefused) >= 3;
         let disputes = counts.of(Fault::Disagreement) + counts.of(Fault::NotFinite);
+        // Who cannot read its checkpoint is not started again.
+        let vanished = counts.of(Fault::CheckpointVanishedLive) > 0;
         let (excused, after) = if says("is not started again") || says("rank is left") {
-            (self.exhausted(settings), AfterFailure::LaunchAgain)
+            (vanished || self.exhausted(settings), AfterFailure::LaunchAgain)
         } else if says("is not finite") {
             let after = if faults.never_finite_one_in > 0 {
                 AfterFailure::Over
@@ -96,8 +98,10 @@ impl Liveness {
         } else if says("there is nothing to train") {
             (book.intake() == book.quarantined(), AfterFailure::Over)
         } else if says("checkpoint is not there") {
-            let vanished = counts.of(Fault::CheckpointVanishedLive) > 0;
             (vanished, AfterFailure::LaunchAgain)
+        } else if says("was trained before and is refused now") {
+            let refused = faults.refuse_one_in > 0 && counts.of(Fault::SampleRefused) > 0;
+            (refused, AfterFailure::LaunchAgain)
         } else {
             (false, AfterFailure::Over)
         };

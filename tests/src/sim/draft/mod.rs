@@ -1,0 +1,248 @@
+//! A fake draft replica: what `actors/src/rank/draft` does with each input, fences and faults included, around the real
+//! reduction and fake weights. Files as there: `step` from begin to commit, `state` where weights come from.
+
+mod state;
+mod step;
+
+use std::collections::BTreeMap;
+
+use eaglet_runtime::control::{Acceptance, Activity, CoordinatorCommand, Member, RankEvent};
+use eaglet_runtime::ids::{Epoch, RowId, Seat, Step};
+
+use self::step::Phase;
+use super::network::{LinkKind, Load, PARTS, Parcel};
+use super::rank::{Input, RankFault, RankId};
+use super::weights::Weights;
+use super::world::World;
+
+/// The worker of a draft seat.
+#[derive(Default)]
+pub struct Draft {
+    replica: Option<Weights>,
+    load: u32,
+    epoch: Epoch,
+    group: Option<Group>,
+    phase: Phase,
+    /// Rows with the lease that they were extracted for, and what they are made of.
+    rows: BTreeMap<RowId, (u64, u64)>,
+    early: Vec<Parcel>,
+    donor: Option<Member>,
+    incoming: [Option<Weights>; PARTS],
+    early_states: Vec<Parcel>,
+}
+
+impl std::fmt::Debug for Draft {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Draft({:?}, epoch {})", self.replica, self.epoch)
+    }
+}
+
+struct Group {
+    /// Seats of the members, ascending, and their processes.
+    members: Vec<(u16, RankId)>,
+    owners: Vec<u16>,
+}
+
+impl Group {
+    fn owner(&self, lane: u16) -> Option<u16> {
+        self.owners.get(usize::from(lane)).copied()
+    }
+}
+
+impl Draft {
+    /// What it is busy with between two inputs.
+    pub(super) fn activity(&self) -> Activity {
+        self.phase.activity()
+    }
+
+    /// Work that needs no input, by the time that it takes at most.
+    pub(super) fn work_ms(&self) -> Option<u64> {
+        self.phase.work_ms()
+    }
+
+    /// Does a piece of that work.
+    pub(super) fn proceed(&mut self, world: &mut World, id: RankId) -> Result<(), RankFault> {
+        self.compute(world, id)
+    }
+
+    /// Takes one input.
+    pub(super) fn take(&mut self, world: &mut World, id: RankId, input: Input) -> Result<(), RankFault> {
+        match input {
+            Input::Command(command) => self.command(world, id, command),
+            Input::Bulk(parcel) => match parcel.load {
+                Load::Row { row, lease, content } => {
+                    self.take_row(world, id, row, lease, content);
+                    Ok(())
+                }
+                Load::Segment { .. } => {
+                    self.take_segment(world, id, parcel)?;
+                    self.stage_if_reduced(world, id)
+                }
+                Load::Piece { .. } => self.take_piece(world, id, parcel),
+            },
+            Input::Closed {
+                from,
+                generation,
+                epoch,
+            } => {
+                let reason = String::new();
+                world.say(
+                    id,
+                    RankEvent::LinkBroken {
+                        from,
+                        generation,
+                        epoch,
+                        reason,
+                    },
+                );
+                Ok(())
+            }
+        }
+    }
+
+    fn command(
+        &mut self,
+        world: &mut World,
+        id: RankId,
+        command: CoordinatorCommand,
+    ) -> Result<(), RankFault> {
+        match command {
+            CoordinatorCommand::LoadDraft { load, origin, .. } => {
+                self.replica.get_or_insert(Weights::INITIAL);
+                self.load = load;
+                self.take_origin(world, id, origin)?;
+            }
+            CoordinatorCommand::Abandon { epoch } => self.abandon(epoch),
+            CoordinatorCommand::SendState { to } => self.send_state(world, id, &to)?,
+            CoordinatorCommand::FormGroup {
+                epoch,
+                members,
+                owners,
+            } => self.form(world, id, epoch, &members, owners)?,
+            CoordinatorCommand::Begin { epoch, step, lanes } => {
+                if epoch == self.epoch {
+                    self.begin(world, id, step, &lanes)?;
+                }
+            }
+            CoordinatorCommand::Commit {
+                epoch,
+                step,
+                learning_rate,
+            } => {
+                if epoch == self.epoch {
+                    self.commit(world, id, step, learning_rate)?;
+                }
+            }
+            CoordinatorCommand::Checkpoint => {
+                let weights = self.replica.ok_or_else(not_loaded)?;
+                if world.has_effect(id) {
+                    let folder = world.disk.save(weights);
+                    world.say(
+                        id,
+                        RankEvent::Checkpointed {
+                            step: weights.step,
+                            folder,
+                        },
+                    );
+                }
+            }
+            CoordinatorCommand::Evaluate => {
+                let step = self.replica.ok_or_else(not_loaded)?.step;
+                let held_out = self
+                    .rows
+                    .keys()
+                    .filter(|row| matches!(row, RowId::HeldOut { .. }));
+                let acceptance = Acceptance {
+                    verifications: held_out.count() as u64,
+                    ..Acceptance::default()
+                };
+                world.say(id, RankEvent::Evaluated { step, acceptance });
+            }
+            CoordinatorCommand::Welcome { .. }
+            | CoordinatorCommand::BeatAck { .. }
+            | CoordinatorCommand::Quit => {}
+            CoordinatorCommand::LoadVerifier
+            | CoordinatorCommand::Extract(_)
+            | CoordinatorCommand::ExtractHeldOut(_) => {
+                return Err(RankFault::passing("a draft replica was told to be a verifier"));
+            }
+        }
+        Ok(())
+    }
+
+    fn abandon(&mut self, epoch: Epoch) {
+        if epoch < self.epoch {
+            return;
+        }
+        self.epoch = epoch;
+        self.phase = Phase::Idle;
+        self.group = None;
+        self.early.retain(|parcel| parcel.epoch >= epoch);
+    }
+
+    fn form(
+        &mut self,
+        world: &mut World,
+        id: RankId,
+        epoch: Epoch,
+        members: &[Member],
+        owners: Vec<u16>,
+    ) -> Result<(), RankFault> {
+        if epoch < self.epoch {
+            return Ok(());
+        }
+        self.abandon(epoch);
+        world.close(id, |link| link.kind == LinkKind::Group);
+        let own = world.ranks[id].seat.index;
+        self.rows
+            .retain(|row, _| owners.get(usize::from(row.lane())) == Some(&own));
+        let mut group = Group {
+            members: Vec::with_capacity(members.len()),
+            owners,
+        };
+        for member in members {
+            let to = world
+                .rank_named(&member.bulk_name)
+                .ok_or_else(|| RankFault::passing("a member that was never started"))?;
+            group.members.push((member.seat, to));
+            if member.seat != own && world.connect(id, to, LinkKind::Group, epoch).is_err() {
+                // Most often it has just died: no reason to lose this replica too.
+                let from = Seat::draft(member.seat);
+                let (generation, reason) = (member.generation, String::new());
+                world.say(
+                    id,
+                    RankEvent::LinkBroken {
+                        from,
+                        generation,
+                        epoch,
+                        reason,
+                    },
+                );
+                return Ok(());
+            }
+        }
+        self.group = Some(group);
+        world.say(id, RankEvent::GroupReady { epoch });
+        Ok(())
+    }
+
+    fn take_row(&mut self, world: &mut World, id: RankId, row: RowId, lease: u64, content: u64) {
+        let is_old = self.replica.is_some_and(|weights| !is_ahead(row, weights.step));
+        let is_superseded = self.rows.get(&row).is_some_and(|&(known, _)| known > lease);
+        if !is_old && !is_superseded {
+            self.rows.insert(row, (lease, content));
+            world.say(id, RankEvent::Received { row, lease });
+        }
+    }
+}
+
+fn is_ahead(row: RowId, reached: Step) -> bool {
+    match row {
+        RowId::Train { step, .. } => step >= reached,
+        RowId::HeldOut { .. } => true,
+    }
+}
+
+fn not_loaded() -> RankFault {
+    RankFault::passing("asked to work before a draft was loaded")
+}
