@@ -164,13 +164,15 @@ impl Plan {
 
     /// A cluster in which nothing goes wrong.
     fn cluster(dice: &mut Dice, calm_ms: u64) -> Self {
-        let lanes = dice.between(1, 3) as u16;
-        let drafts = dice.between(1, 4) as u16;
-        let verifiers = dice.between(1, 2) as u16;
+        // Most clusters are small, so that many of them fit a second.
+        let large = dice.one_in(30);
+        let lanes = dice.between(1, if large { 6 } else { 3 }) as u16;
+        let drafts = dice.between(1, if large { 6 } else { 4 }) as u16;
+        let verifiers = dice.between(1, if large { 4 } else { 2 }) as u16;
         let mut settings = settings(lanes, drafts, verifiers);
         settings.passes = dice.between(1, 2) as u32;
         settings.open = dice.one_in(3);
-        let steps = dice.between(3, 10);
+        let steps = dice.between(3, if large { 25 } else { 10 });
         let shape = CorpusShape {
             // Rows are about three quarters full.
             tokens: steps * u64::from(lanes) * 9 / u64::from(settings.passes),
@@ -181,7 +183,7 @@ impl Plan {
             until_ms: calm_ms,
         };
         settings.step_limit = dice.one_in(8).then(|| dice.between(2, steps));
-        settings.prefetch_steps = dice.between(1, 4);
+        settings.prefetch_steps = dice.between(1, if large { 7 } else { 4 });
         settings.evaluate_every_steps = dice.pick(&[0, 0, 2, 3]);
         settings.checkpoint_every_steps = dice.pick(&[0, 1, 2, 3, 5]);
         let mut faults = Faults::default();

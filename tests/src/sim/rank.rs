@@ -190,6 +190,11 @@ impl World {
         if rank.life != Life::Starting {
             return;
         }
+        if now_ms < rank.stopped_until_ms {
+            let resumed_ms = rank.stopped_until_ms;
+            self.clock.at(resumed_ms, What::Dial(id));
+            return;
+        }
         rank.life = Life::Up;
         rank.last_heard_ms = now_ms;
         let at_ms = self.arrival_of_attach(id);

@@ -90,7 +90,7 @@ impl World {
             }
             Fault::RankSlow => {
                 self.counts.note(fault);
-                self.ranks[id].slowness = self.dice.between(2, 40);
+                self.ranks[id].slowness = self.dice.between(2, 120);
             }
             Fault::RankHung => {
                 self.counts.note(fault);
