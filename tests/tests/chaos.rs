@@ -51,6 +51,12 @@ const HASTY: &[&str] = &[
     "supervision.load_timeout_s=3",
 ];
 
+/// Ranks leave a coordinator that is silent for so long.
+const SHORT_LEASE: &[&str] = &[
+    "supervision.dead_after_ms=1500",
+    "supervision.coordinator_lease_ms=1500",
+];
+
 fn quiet() -> &'static Quiet {
     static QUIET: OnceLock<Quiet> = OnceLock::new();
     QUIET.get_or_init(|| Quiet::run(&sets(PATIENT)))
@@ -366,12 +372,9 @@ fn a_coordinator_killed_in_a_step_goes_on() {
 /// A coordinator that is stopped for longer than its lease finds its ranks gone, and starts others.
 #[test]
 fn a_coordinator_stopped_for_longer_than_its_lease_starts_over() {
-    let more = [
-        "supervision.dead_after_ms=1500",
-        "supervision.coordinator_lease_ms=1500",
-    ];
     let directory = quiet().beside("stopped-coordinator");
-    let mut cluster = Cluster::launch_with_faults(&directory, &sets(&more), "coordinator:journaled@5=stop");
+    let mut cluster =
+        Cluster::launch_with_faults(&directory, &sets(SHORT_LEASE), "coordinator:journaled@5=stop");
     let tokens = BTreeSet::from([token(&mut cluster)]);
     let coordinator = cluster.pid();
     cluster.wait("a stopped coordinator whose ranks are gone", |cluster| {
@@ -387,6 +390,26 @@ fn a_coordinator_stopped_for_longer_than_its_lease_starts_over() {
         lost.iter().all(|loss| loss.cause.contains("exited with code 75")),
         "{lost:#?}"
     );
+    quiet().is_like(&directory, &tokens);
+}
+
+/// A coordinator that hangs cannot notice it; its ranks do, and end. Killed and launched again it goes on.
+#[test]
+fn a_coordinator_that_hangs_is_left_by_its_ranks() {
+    let directory = quiet().beside("hung-coordinator");
+    let mut cluster = Cluster::launch_with_faults(&directory, &sets(SHORT_LEASE), "coordinator:voted@5=hang");
+    let mut tokens = BTreeSet::from([token(&mut cluster)]);
+    let coordinator = cluster.pid();
+    cluster.wait("a coordinator whose ranks are gone", |cluster| {
+        let alone = processes_of(cluster.directory()) == [coordinator];
+        (alone && !drill::strikes(cluster.directory()).is_empty()).then_some(())
+    });
+    cluster.signal(Signal::KILL);
+    assert!(!cluster.finish().status.success());
+    only_its_address_is_left(&directory, &tokens);
+    let mut cluster = Cluster::launch(&directory, &sets(PATIENT));
+    tokens.insert(token(&mut cluster));
+    completed(&cluster.finish());
     quiet().is_like(&directory, &tokens);
 }
 

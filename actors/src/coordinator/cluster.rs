@@ -151,17 +151,14 @@ impl Actor for Cluster {
         if let Some((seat, generation)) = state.proxies.remove(&id) {
             state.arguments.registry.proxies().remove(&(seat, generation));
             let log_tail = state.arguments.host.last_words(seat);
-            state
-                .feed(
-                    &myself,
-                    Event::Lost {
-                        seat,
-                        generation,
-                        cause,
-                        log_tail,
-                    },
-                )
-                .await;
+            // Supervision overtakes messages. Behind those that the proxy has passed on, so that the rank's last words,
+            // such as what was wrong with it, are heard first.
+            let _ = myself.cast(ClusterMessage::Event(Event::Lost {
+                seat,
+                generation,
+                cause,
+                log_tail,
+            }));
         }
         Ok(())
     }

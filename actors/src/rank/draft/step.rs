@@ -49,6 +49,7 @@ impl Phase {
 impl DraftWorker {
     /// Begins a step over all `lanes` that have a row; [`Self::proceed_with_step`] computes those of this seat.
     pub(super) fn begin(&mut self, step: Step, lanes: Vec<u16>) -> Result<(), RankFault> {
+        self.context.activity.restart(Activity::Computing);
         faults::reach(Point::Begin, Some(step))?;
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         let group = self
