@@ -85,7 +85,8 @@ impl Engine {
     fn restart_seat(&mut self, seat: Seat) -> Result<String, String> {
         self.known(seat)?;
         let now_ms = self.now_ms;
-        if self.seats.get(seat).removed {
+        let state = self.seats.get(seat);
+        if state.is_active() && state.removed {
             self.seats.get_mut(seat).removed = false;
             self.append(Record::SeatAdded { seat, threads: 0 }, true);
         }
