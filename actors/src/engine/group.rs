@@ -12,6 +12,9 @@ use super::seats::{SeatState, Status};
 use super::steps::StepPhase;
 use super::{Engine, Phase};
 
+/// Wait before a state that could not be sent is sent again.
+const STATE_RETRY_MS: u64 = 500;
+
 impl Engine {
     /// Members of the present epoch, from their invitation on.
     pub(super) fn members(&self) -> impl Iterator<Item = Seat> + use<> {
@@ -94,10 +97,13 @@ impl Engine {
         if !self.seats.is_current(seat, to.1) {
             return;
         }
+        let now_ms = self.now_ms;
         let state = self.seats.get_mut(seat);
         if state.donor == Some((donor.index, generation)) && state.status == Status::Loading {
             state.donor = None;
             state.status = Status::Attached;
+            // What failed at once would fail at once again.
+            state.heal_after_ms = now_ms + STATE_RETRY_MS;
             self.warn(format!(
                 "{donor} could not send its state to {seat}: {reason}; it is sent again"
             ));
@@ -306,7 +312,8 @@ impl Engine {
                     (Some((step, _)), None) => saved.is_some_and(|saved| step < saved),
                     (None, _) => true,
                 };
-            if state.status != Status::Attached && !behind {
+            let waits = self.now_ms < state.heal_after_ms;
+            if waits || state.status != Status::Attached && !behind {
                 continue;
             }
             // A running group is not held up: the newcomer builds its model, and takes a state at the next boundary.

@@ -265,6 +265,13 @@ impl Engine {
                 rows
             }
             (None, None) => {
+                if step.0 == 0 && !self.is_open() {
+                    self.fail(format!(
+                        "the verifier refused every sample of step {step}, and no other is left; look at its weights, at \
+                         verifier.path, and at the reasons above"
+                    ));
+                    return;
+                }
                 // Nothing is left to train: the run ends, or waits, one step earlier.
                 self.plans.steps.remove(&step);
                 self.plans.next = step;

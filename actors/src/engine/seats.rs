@@ -52,6 +52,8 @@ pub(super) struct SeatState {
     pub(super) loads: u32,
     /// Draft only: it builds its model beside a running group, and its state is none.
     pub(super) builds_only: bool,
+    /// Draft only: it is given no state before this.
+    pub(super) heal_after_ms: u64,
     /// Draft only: who its state comes from.
     pub(super) donor: Option<(u16, Generation)>,
     /// Its rank is to leave at the next step boundary.
@@ -84,6 +86,7 @@ impl SeatState {
             applying_since_ms: None,
             loads: 0,
             builds_only: false,
+            heal_after_ms: 0,
             donor: None,
             removed: false,
             excused: false,
@@ -128,6 +131,7 @@ impl SeatState {
         self.applying_since_ms = None;
         self.loads = 0;
         self.builds_only = false;
+        self.heal_after_ms = 0;
         self.donor = None;
         self.removed = false;
         self.joined = None;

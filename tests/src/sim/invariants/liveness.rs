@@ -71,8 +71,7 @@ impl Liveness {
         counts: &FaultCounts,
     ) -> Result<AfterFailure, super::Broken> {
         let says = |text: &str| report.contains(text);
-        // A step is given other samples twice before the verifier is blamed.
-        let refusals = counts.of(Fault::SampleRefused) >= 3;
+        let refusals = counts.of(Fault::SampleRefused) > 0;
         let disputes = counts.of(Fault::Disagreement) + counts.of(Fault::NotFinite);
         // Who cannot read its checkpoint is not started again.
         let vanished = counts.of(Fault::CheckpointVanishedLive) > 0;
@@ -94,7 +93,12 @@ impl Liveness {
                 .iter()
                 .skip(book.committed().0 as usize)
                 .any(|rows| rows.iter().all(Vec::is_empty));
-            (refusals && step.is_some() && empty, AfterFailure::LaunchAgain)
+            let after = if says("no other is left") {
+                AfterFailure::Over
+            } else {
+                AfterFailure::LaunchAgain
+            };
+            (refusals && step.is_some() && empty, after)
         } else if says("there is nothing to train") {
             (book.intake() == book.quarantined(), AfterFailure::Over)
         } else if says("checkpoint is not there") {
