@@ -29,6 +29,9 @@ impl Operate for Desk {
         if !is_secret(&call.token, &self.token) {
             return None;
         }
+        if call.request != OperatorRequest::Ranks {
+            tracing::info!(request = ?call.request, "an operator asks");
+        }
         let (reply, answer) = oneshot::channel();
         let message = match call.request {
             OperatorRequest::Ranks => return Some(self.ranks()),

@@ -415,6 +415,16 @@ impl<O: Outlet> Reader<O> {
         self.batch.push(item);
     }
 
+    /// Notes that more was taken of the last line that gave a sample.
+    pub(super) fn note_taken(&mut self, source: &SampleSource, samples: u32) {
+        let is_it = |file: &&mut KnownFile| file.path.display().to_string() == source.file;
+        if let Some(file) = self.files.iter_mut().find(is_it)
+            && file.taken.line == source.line
+        {
+            file.taken.samples = samples;
+        }
+    }
+
     /// Hands the batch over.
     pub(super) fn flush(&mut self) -> Result<(), Stop> {
         let batch = std::mem::take(&mut self.batch);

@@ -174,6 +174,9 @@ impl<O: Outlet> Reader<O> {
                 None => tally.leave(sample, known, &format!("its line gives {count} samples now")),
             }
         }
+        if !beyond.is_empty() {
+            self.note_taken(&source, count as u32);
+        }
         for verdict in beyond {
             tally.new += 1;
             self.push(source.clone(), verdict);

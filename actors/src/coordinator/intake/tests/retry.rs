@@ -94,3 +94,29 @@ fn a_sample_that_a_verifier_refused_is_pending_again_as_it_is() {
     };
     assert!(last.contains(&retried), "{last:?}");
 }
+
+#[test]
+fn a_last_line_that_was_mended_and_then_ended_is_not_taken_twice() {
+    let mut world = World::new();
+    world.config.samples.files = vec![world.write("a.jsonl", &[chat(1)])];
+    world.append("a.jsonl", &torn());
+    let launched = world.launch();
+    launched.wait_for_event("prepared");
+    world.write("a.jsonl", &[chat(1)]);
+    world.append("a.jsonl", &two_answers(2));
+    let reply = launched.retry(&[]);
+    assert!(
+        said(&reply).contains("pending again: 1\nnew, from the same lines: 1"),
+        "{reply:?}"
+    );
+    world.append("a.jsonl", &format!("\n{}\n", chat(3)));
+    launched.add(&[&world.path("a.jsonl")]);
+    launched.close();
+    launched.end();
+    let places: Vec<(u64, u32)> = world
+        .samples()
+        .iter()
+        .map(|sample| (sample.1, sample.2))
+        .collect();
+    assert_eq!(places, [(1, 0), (2, 0), (2, 1), (3, 0)]);
+}
