@@ -1,5 +1,6 @@
 //! Harness of the whole-cluster tests: real processes of the real binary, in run directories of their own.
 
+pub mod disk;
 pub mod drill;
 pub mod sim;
 pub mod traces;

@@ -3,7 +3,6 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 
 use eaglet_runtime::collective::Phase;
@@ -11,6 +10,7 @@ use eaglet_runtime::ids::{Epoch, Generation, Seat, Step};
 use eaglet_runtime::link::{
     BulkKind, BulkOutgoing, BulkSender, Endpoint, Hello, LinkError, SenderOptions, bytes_of_f32,
 };
+use eaglet_tests::disk::Disk;
 use eaglet_tests::drill::{self, Effect, Line, Quiet, is_stopped, losses, print, token};
 use eaglet_tests::traces::{completed, nothing_is_left, only_its_address_is_left, sockets};
 use eaglet_tests::{Cluster, PATIENCE, processes_of, send};
@@ -413,56 +413,6 @@ fn a_coordinator_that_hangs_is_left_by_its_ranks() {
     quiet().is_like(&directory, &tokens);
 }
 
-/// A disk of its own, in memory. A process in another mount namespace holds it.
-struct Disk(Child);
-
-impl Disk {
-    /// `None`, with a line that says why, where this is forbidden.
-    fn mount(size: &str) -> Option<Self> {
-        let script = format!("mount -t tmpfs -o size={size} tmpfs /mnt && echo mounted && exec cat");
-        let mut child = Command::new("unshare")
-            .args(["-Urm", "sh", "-c", &script])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .ok()?;
-        let mut said = [0; 8];
-        let mut out = child.stdout.take()?;
-        let mounted = std::io::Read::read_exact(&mut out, &mut said);
-        let disk = Self(child);
-        mounted.ok().map(|()| disk)
-    }
-
-    fn folder(&self) -> std::path::PathBuf {
-        format!("/proc/{}/root/mnt", self.0.id()).into()
-    }
-
-    fn fill(&self) {
-        let filler = std::fs::File::create(self.folder().join("filler")).expect("a new file");
-        let block = vec![1; 4096];
-        loop {
-            match std::io::Write::write(&mut &filler, &block) {
-                Ok(_) => {}
-                Err(error) if error.kind() == std::io::ErrorKind::StorageFull => return,
-                Err(error) => panic!("{error}"),
-            }
-        }
-    }
-
-    fn make_room(&self) {
-        std::fs::remove_file(self.folder().join("filler")).expect("it was written");
-    }
-}
-
-impl Drop for Disk {
-    fn drop(&mut self) {
-        // Killed, it takes its disk along.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 /// A disk that is full when a step is committed, and when a checkpoint is half written.
 #[test]
 fn a_full_disk_ends_the_run_with_one_line_and_room_lets_it_go_on() {
@@ -497,4 +447,23 @@ fn a_full_disk_ends_the_run_with_one_line_and_room_lets_it_go_on() {
         completed(&cluster.finish());
         quiet().is_like(&directory, &tokens);
     }
+}
+
+#[test]
+fn a_wrong_list_of_faults_ends_the_launch_with_its_entry() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let directory = folder.path().join("run");
+    let finished =
+        Cluster::launch_with_faults(&directory, SETS, "draft-0:load=kill;draft-1:stagd=kill").finish();
+    assert_eq!(finished.status.code(), Some(2), "{finished:#?}");
+    assert_eq!(finished.errors.lines().count(), 1, "{finished:#?}");
+    for words in [
+        "EAGLET_FAULTS: `draft-1:stagd=kill`",
+        "there are load, form",
+        "draft-1:staged@5=kill",
+    ] {
+        assert!(finished.errors.contains(words), "{finished:#?}");
+    }
+    assert!(!directory.join("journal").exists());
+    assert_eq!(processes_of(&directory), Vec::<u32>::new());
 }
