@@ -144,7 +144,10 @@ impl VerifierFiles {
         name: &str,
         shape: &[usize],
     ) -> Result<TensorView, crate::weights::WeightsError> {
-        self.weights.tensor(name)?.expect_shape(shape)?.expect_float()
+        self.weights
+            .tensor(name)?
+            .expect_shape(shape)?
+            .expect_unpackable()
     }
 
     /// The embedding, `[V, H]`.

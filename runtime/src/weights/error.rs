@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use safetensors::Dtype;
+use super::Encoding;
 
 /// Why weights could not be read; each names the place and the remedy.
 #[derive(Debug, thiserror::Error)]
@@ -107,15 +107,15 @@ pub enum WeightsError {
         /// The shape that is there.
         actual: Vec<usize>,
     },
-    /// A tensor has an element type that cannot be read as floats.
-    #[error("tensor `{tensor}` of `{file}` is stored as {dtype}; convert it to bf16, f16 or f32")]
-    UnsupportedDtype {
+    /// A tensor has elements that cannot be read as floats.
+    #[error("tensor `{tensor}` of `{file}` is stored as {encoding}; convert it to bf16, f16 or f32")]
+    UnsupportedEncoding {
         /// The file.
         file: PathBuf,
         /// The tensor.
         tensor: String,
-        /// Its element type.
-        dtype: Dtype,
+        /// How its elements are stored.
+        encoding: Encoding,
     },
     /// A row was asked for that the tensor does not have.
     #[error(

@@ -6,8 +6,11 @@
 //! Invariants: every tensor handed out lies wholly inside its file, and its bytes are as many as its shape and dtype
 //! say. Files are trusted to stay unchanged while they are mapped.
 
+mod blocks;
+mod encoding;
 mod error;
 mod file;
+mod safetensors_file;
 mod tensor;
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
@@ -15,14 +18,15 @@ mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
+pub use blocks::BlockFormat;
+pub use encoding::Encoding;
 pub use error::WeightsError;
+pub(crate) use file::MappedFile;
 pub use safetensors::Dtype;
 pub use tensor::TensorView;
 
 use crate::digest::{Digest, Digester};
-use file::MappedFile;
 
 /// File name of unsharded weights.
 const SINGLE_FILE: &str = "model.safetensors";
@@ -67,11 +71,10 @@ impl Weights {
     /// When the file is missing, truncated or no safetensors file.
     pub fn open_file(path: impl AsRef<Path>) -> Result<Self, WeightsError> {
         let path = path.as_ref();
-        let file = Arc::new(MappedFile::open(path)?);
         let folder = path.parent().unwrap_or(Path::new("")).to_owned();
         Ok(Self {
             folder,
-            tensors: file.tensors().collect(),
+            tensors: safetensors_file::open(path)?.into_iter().collect(),
         })
     }
 
@@ -92,9 +95,9 @@ impl Weights {
         }
         let mut tensors = BTreeMap::new();
         for shard in shards {
-            let file = Arc::new(MappedFile::open(&folder.join(shard))?);
+            let held = safetensors_file::open(&folder.join(shard))?;
             let listed = |name: &str| weight_map.get(name).is_some_and(|listed| listed == shard);
-            tensors.extend(file.tensors().filter(|(name, _)| listed(name)));
+            tensors.extend(held.into_iter().filter(|(name, _)| listed(name)));
         }
         match weight_map.iter().find(|(name, _)| !tensors.contains_key(*name)) {
             None => Ok(Self {
@@ -155,7 +158,7 @@ impl Weights {
         digester.part(config);
         for (name, tensor) in &self.tensors {
             digester.part(name.as_bytes());
-            digester.part(format!("{:?} {:?}", tensor.dtype(), tensor.shape()).as_bytes());
+            digester.part(format!("{} {:?}", tensor.encoding(), tensor.shape()).as_bytes());
         }
         digester.finish()
     }

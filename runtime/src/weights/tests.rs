@@ -206,7 +206,7 @@ fn wrong_shapes_and_dtypes_are_errors() {
     );
     let ids = weights.tensor("ids").unwrap();
     for error in [
-        ids.clone().expect_float().unwrap_err(),
+        ids.clone().expect_unpackable().unwrap_err(),
         ids.to_f32().map(drop).unwrap_err(),
         ids.gather_f32(&[0]).unwrap_err(),
     ] {
