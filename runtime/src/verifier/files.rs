@@ -6,8 +6,9 @@ use std::collections::HashSet;
 use std::path::Path;
 
 use super::error::LayoutProblem;
-use super::{VerifierConfig, VerifierError};
+use super::{ConfigError, VerifierConfig, VerifierError};
 use crate::digest::Digest;
+use crate::model_files::{ModelFiles, ModelFilesError};
 use crate::weights::{TensorView, Weights};
 
 /// Name of the embedding, `[V, H]`.
@@ -31,14 +32,15 @@ pub struct VerifierFiles {
 }
 
 impl VerifierFiles {
-    /// Opens the files of a folder; use [`Self::check`] before the weights are computed with.
+    /// Opens a folder or GGUF file; use [`Self::check`] before the weights are computed with.
     ///
     /// # Errors
     /// When the configuration is unusable or the weights' files are missing or damaged.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, VerifierError> {
-        let folder = folder.as_ref();
-        let (config, config_bytes) = VerifierConfig::read_with_bytes(folder)?;
-        let weights = Weights::open(folder)?;
+        let files =
+            ModelFiles::open(folder).map_err(|error| ConfigError::from(ModelFilesError::from(error)))?;
+        let (config, config_bytes) = VerifierConfig::read_with_bytes(&files)?;
+        let weights = files.weights()?;
         let digest = weights.digest(&config_bytes);
         Ok(Self {
             config,
