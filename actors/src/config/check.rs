@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use eaglet_runtime::ids::Role;
+use eaglet_runtime::model_files::{self, ModelFiles};
 
 use super::ClusterConfig;
 use super::layers::Layers;
@@ -11,7 +12,7 @@ use super::sections::{RankConfig, Schedule};
 /// Keys that have no default.
 const REQUIRED: [(&str, &str); 2] = [
     ("run.name", "a run needs one, for example name = \"demo\""),
-    ("verifier.path", "name the verifier's folder"),
+    ("verifier.path", "name the verifier's folder or .gguf file"),
 ];
 
 /// Reports required keys that no layer holds. A rank without a role takes all ranks out of the later checks.
@@ -74,18 +75,25 @@ pub(crate) fn all(config: &ClusterConfig, layers: &mut Layers) {
 fn verifier(config: &ClusterConfig, checker: &mut Checker<'_>) {
     let path = &config.verifier.path;
     let shown = path.display();
-    checker.rule(path.is_dir(), &["verifier.path"], || {
-        format!("verifier.path: there is no folder {shown}; paths are relative to the cluster file")
-    });
-    checker.rule(
-        !path.is_dir() || path.join("config.json").is_file(),
-        &["verifier.path"],
-        || {
-            format!(
-                "verifier.path: {shown} holds no config.json; it must be a model in the Hugging Face layout"
-            )
-        },
-    );
+    if ModelFiles::is_gguf(path) {
+        checker.rule(path.is_file(), &["verifier.path"], || {
+            format!("verifier.path: there is no file {shown}; paths are relative to the cluster file")
+        });
+    } else {
+        checker.rule(path.is_dir(), &["verifier.path"], || {
+            format!("verifier.path: there is no folder {shown}; paths are relative to the cluster file")
+        });
+        checker.rule(
+            !path.is_dir() || path.join(model_files::CONFIG).is_file(),
+            &["verifier.path"],
+            || {
+                format!(
+                    "verifier.path: {shown} holds no config.json; \
+                     it must be a model in the Hugging Face layout, or name a .gguf file"
+                )
+            },
+        );
+    }
     if let Some(layers) = &config.verifier.aux_layers {
         let ascending = !layers.is_empty() && layers.windows(2).all(|pair| pair[0] < pair[1]);
         checker.rule(ascending, &["verifier.aux_layers"], || {

@@ -324,7 +324,7 @@ fn folders_and_files_must_exist() {
                 .replace("\"verifier\"\n\n[samples]", "\"empty\"\n\n[samples]")
         ),
         [
-            "cluster.toml:5: verifier.path: empty holds no config.json; it must be a model in the Hugging Face layout",
+            "cluster.toml:5: verifier.path: empty holds no config.json; it must be a model in the Hugging Face layout, or name a .gguf file",
             "cluster.toml:8: samples.files is empty; name at least one JSONL file, or a folder in samples.watch",
         ]
     );
@@ -417,7 +417,7 @@ fn what_is_missing_and_what_is_no_toml_is_said() {
              add [[ranks]] with role = \"verifier\"",
             "cluster.toml: run.name is missing; a run needs one, for example name = \"demo\"",
             "cluster.toml: samples.files is missing; name at least one JSONL file, or a folder in samples.watch",
-            "cluster.toml: verifier.path is missing; name the verifier's folder",
+            "cluster.toml: verifier.path is missing; name the verifier's folder or .gguf file",
             "cluster.toml:1: training must be a section, written [training]",
         ]
     );

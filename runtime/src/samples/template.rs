@@ -5,7 +5,6 @@
 //! Rendering is a pure function of the conversation and of the date on which the template was loaded.
 
 use std::collections::BTreeMap;
-use std::io;
 use std::path::{Path, PathBuf};
 
 use minijinja::value::Value;
@@ -16,11 +15,10 @@ use super::clock;
 use super::conversation::Conversation;
 use super::python;
 use crate::digest::{Digest, Digester};
+use crate::model_files::{
+    CHAT_TEMPLATE as TEMPLATE_FILE, ModelFiles, ModelFilesError, TOKENIZER_CONFIG as CONFIG_FILE,
+};
 
-/// The file that holds nothing but the template.
-const TEMPLATE_FILE: &str = "chat_template.jinja";
-/// The file that holds the special tokens and, in older models, the template.
-const CONFIG_FILE: &str = "tokenizer_config.json";
 /// Special tokens that templates see under these names.
 const SPECIAL_TOKENS: [&str; 7] = [
     "bos_token",
@@ -48,13 +46,24 @@ pub enum TemplateError {
         /// The model's folder.
         folder: PathBuf,
     },
-    /// A file exists but cannot be read.
-    #[error("cannot read {}: {source}; check its permissions", file.display())]
-    Read {
+    /// The GGUF file has none.
+    #[error(
+        "{} has no chat template: no metadata key `tokenizer.chat_template`; \
+         take the GGUF file of an instruction-tuned verifier",
+        file.display()
+    )]
+    MissingInGguf {
         /// The file.
         file: PathBuf,
-        /// Why.
-        source: io::Error,
+    },
+    /// A file exists but cannot be read.
+    #[error(transparent)]
+    Files(#[from] ModelFilesError),
+    /// A file is no text.
+    #[error("{} is no UTF-8 text; take the file from the verifier's repository again", file.display())]
+    Encoding {
+        /// The file.
+        file: PathBuf,
     },
     /// The configuration is not what it should be.
     #[error("{}: {detail}; take the file from the verifier's repository again", file.display())]
@@ -98,21 +107,34 @@ impl ChatTemplate {
         Self::load_at(folder, clock::now_unix_s())
     }
 
+    /// As [`Self::load`], of files that are open already.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub(super) fn of_files(files: &ModelFiles) -> Result<Self, TemplateError> {
+        Self::of_files_at(files, clock::now_unix_s())
+    }
+
     /// The same with a given date, in seconds since 1970.
     ///
     /// # Errors
     /// As [`Self::load`].
     pub fn load_at(folder: &Path, now_unix_s: u64) -> Result<Self, TemplateError> {
-        let config_file = folder.join(CONFIG_FILE);
-        let config = match read(&config_file)? {
+        let files = ModelFiles::open(folder).map_err(ModelFilesError::from)?;
+        Self::of_files_at(&files, now_unix_s)
+    }
+
+    fn of_files_at(files: &ModelFiles, now_unix_s: u64) -> Result<Self, TemplateError> {
+        let config_file = files.place(CONFIG_FILE);
+        let config = match read(files, CONFIG_FILE)? {
             Some(text) => serde_json::from_str::<Json>(&text).map_err(|error| TemplateError::Config {
                 file: config_file.clone(),
                 detail: error.to_string(),
             })?,
             None => Json::Null,
         };
-        let template_file = folder.join(TEMPLATE_FILE);
-        let (file, sources) = match read(&template_file)? {
+        let template_file = files.place(TEMPLATE_FILE);
+        let (file, sources) = match read(files, TEMPLATE_FILE)? {
             Some(text) => (template_file, BTreeMap::from([(DEFAULT.to_owned(), text)])),
             None => {
                 let sources = sources_of(&config)
@@ -120,8 +142,12 @@ impl ChatTemplate {
                         file: config_file.clone(),
                         detail,
                     })?
-                    .ok_or_else(|| TemplateError::Missing {
-                        folder: folder.to_owned(),
+                    .ok_or_else(|| {
+                        let path = files.path().to_owned();
+                        match files.gguf() {
+                            Some(_) => TemplateError::MissingInGguf { file: path },
+                            None => TemplateError::Missing { folder: path },
+                        }
                     })?;
                 (config_file, sources)
             }
@@ -227,15 +253,11 @@ impl Rendering<'_> {
 }
 
 /// Reads a file that may be absent.
-fn read(file: &Path) -> Result<Option<String>, TemplateError> {
-    match std::fs::read_to_string(file) {
-        Ok(text) => Ok(Some(text)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(TemplateError::Read {
-            file: file.to_owned(),
-            source,
-        }),
-    }
+fn read(files: &ModelFiles, name: &str) -> Result<Option<String>, TemplateError> {
+    let text = files.read(name)?.map(String::from_utf8).transpose();
+    text.map_err(|_| TemplateError::Encoding {
+        file: files.place(name),
+    })
 }
 
 /// The named templates in `chat_template`, or `None` if there are none at all.

@@ -3,16 +3,14 @@
 //! Rendered text is encoded without adding special tokens: a template writes those it wants. Truncation and padding that a
 //! `tokenizer.json` may ask for are switched off, because lengths are the mask's business.
 
-use std::io;
 use std::path::{Path, PathBuf};
 
 use tokenizers::Tokenizer;
 
 use super::template::{ChatTemplate, TemplateError};
 use crate::digest::Digest;
+use crate::model_files::{self, ModelFiles, ModelFilesError};
 use crate::row::Sample;
-
-const TOKENIZER_FILE: &str = "tokenizer.json";
 
 /// Most tokens that are looked at together to complete a character when a sample is explained.
 const CHARACTER_TOKENS: usize = 8;
@@ -20,13 +18,14 @@ const CHARACTER_TOKENS: usize = 8;
 /// Why a tokenizer cannot be loaded or used.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizerError {
-    /// The file is missing or cannot be read.
-    #[error("cannot read {}: {source}; the verifier's folder needs its fast tokenizer, {TOKENIZER_FILE}", file.display())]
-    Read {
+    /// A file of the model cannot be read.
+    #[error(transparent)]
+    Files(#[from] ModelFilesError),
+    /// There is no tokenizer.
+    #[error("there is no {}; the verifier's folder needs its fast tokenizer, {}", file.display(), model_files::TOKENIZER)]
+    Missing {
         /// The file.
         file: PathBuf,
-        /// Why.
-        source: io::Error,
     },
     /// The file is no tokenizer.
     #[error("{} is no tokenizer: {detail}; take the file from the verifier's repository again", file.display())]
@@ -70,16 +69,16 @@ pub struct ChatTokenizer {
 }
 
 impl ChatTokenizer {
-    /// Loads `tokenizer.json` and the chat template of a model's folder.
+    /// Loads `tokenizer.json` and the chat template of a model's folder, or what a GGUF file has for them.
     ///
     /// # Errors
     /// If either is missing, unreadable or broken.
     pub fn load(folder: &Path) -> Result<Self, TokenizerError> {
-        let file = folder.join(TOKENIZER_FILE);
-        let bytes = std::fs::read(&file).map_err(|source| TokenizerError::Read {
-            file: file.clone(),
-            source,
-        })?;
+        let files = ModelFiles::open(folder).map_err(ModelFilesError::from)?;
+        let file = files.place(model_files::TOKENIZER);
+        let bytes = files
+            .read(model_files::TOKENIZER)?
+            .ok_or_else(|| TokenizerError::Missing { file: file.clone() })?;
         let invalid = |detail: String| TokenizerError::Invalid {
             file: file.clone(),
             detail,
@@ -96,7 +95,7 @@ impl ChatTokenizer {
             .ok_or_else(|| invalid("its vocabulary is empty".to_owned()))?;
         Ok(Self {
             tokenizer,
-            template: ChatTemplate::load(folder)?,
+            template: ChatTemplate::of_files(&files)?,
             digest: Digest::of(&bytes),
             highest_id,
         })

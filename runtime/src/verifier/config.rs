@@ -15,18 +15,20 @@ use super::layer_config::{
 };
 use super::rope_keys::{Ropes, ropes};
 use crate::device::{ExpertGroups, Gate, Pairing};
+use crate::model_files::{self, ModelFiles, ModelFilesError};
 use crate::rope::Rope;
 
 /// Why a verifier's configuration cannot be used; each names the file and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// The file could not be read.
-    #[error("cannot read `{file}`: {source}; a verifier's folder must hold the config.json of its model")]
-    Read {
+    /// A file of the model could not be read.
+    #[error(transparent)]
+    Files(#[from] ModelFilesError),
+    /// There is no configuration.
+    #[error("there is no `{file}`; a verifier's folder must hold the config.json of its model")]
+    Missing {
         /// The file.
         file: PathBuf,
-        /// What the operating system said.
-        source: std::io::Error,
     },
     /// The file is no JSON object.
     #[error("`{file}` is no JSON object: {reason}; download it again")]
@@ -108,28 +110,24 @@ pub struct VerifierConfig {
 }
 
 impl VerifierConfig {
-    /// Reads `config.json`, and `generation_config.json` if it is there, of a folder.
+    /// Reads `config.json`, and `generation_config.json` if it is there, of a folder or GGUF file.
     ///
     /// # Errors
     /// When a file is unreadable, the family unknown, or keys are missing, ill-typed or unsupported (all at once).
     pub fn read(folder: impl AsRef<Path>) -> Result<Self, ConfigError> {
-        Ok(Self::read_with_bytes(folder.as_ref())?.0)
+        let files = ModelFiles::open(folder).map_err(ModelFilesError::from)?;
+        Ok(Self::read_with_bytes(&files)?.0)
     }
 
     /// The configuration and the bytes of its `config.json`.
-    pub(super) fn read_with_bytes(folder: &Path) -> Result<(Self, Vec<u8>), ConfigError> {
-        let file = folder.join("config.json");
-        let bytes = std::fs::read(&file).map_err(|source| ConfigError::Read {
-            file: file.clone(),
-            source,
-        })?;
+    pub(super) fn read_with_bytes(files: &ModelFiles) -> Result<(Self, Vec<u8>), ConfigError> {
+        let file = files.place(model_files::CONFIG);
+        let bytes = files
+            .read(model_files::CONFIG)?
+            .ok_or_else(|| ConfigError::Missing { file: file.clone() })?;
         let mut config = Self::parse(&file, &bytes)?;
-        let generation = folder.join("generation_config.json");
-        if generation.is_file() {
-            let bytes = std::fs::read(&generation).map_err(|source| ConfigError::Read {
-                file: generation.clone(),
-                source,
-            })?;
+        if let Some(bytes) = files.read(model_files::GENERATION_CONFIG)? {
+            let generation = files.place(model_files::GENERATION_CONFIG);
             let ids = with_keys(&generation, &bytes, |keys| Ok(keys.token_ids("eos_token_id")))?;
             if !ids.is_empty() {
                 config.eos_token_ids = ids;

@@ -189,7 +189,7 @@ fn files_that_are_no_objects_are_errors() {
     }
     let folder = tempfile::tempdir().unwrap();
     let error = VerifierConfig::read(folder.path()).unwrap_err();
-    assert!(matches!(error, ConfigError::Read { .. }), "{error}");
+    assert!(matches!(error, ConfigError::Missing { .. }), "{error}");
     assert!(error.to_string().contains("config.json"));
 }
 

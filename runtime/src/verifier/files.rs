@@ -9,8 +9,9 @@ use std::path::Path;
 use super::decoder::Decoder;
 use super::error::LayoutProblem;
 use super::loader::{Loader, Names, Need};
-use super::{Shard, VerifierConfig, VerifierError};
+use super::{ConfigError, Shard, VerifierConfig, VerifierError};
 use crate::digest::Digest;
+use crate::model_files::{ModelFiles, ModelFilesError};
 use crate::weights::{TensorView, Weights, WeightsError};
 
 /// What files of some trainers carry in a layer and nothing needs: rotary tables, and scales of cached keys and values.
@@ -26,14 +27,15 @@ pub struct VerifierFiles {
 }
 
 impl VerifierFiles {
-    /// Opens the files of a folder; nothing is said yet about the tensors in them.
+    /// Opens a folder or GGUF file; nothing is said yet about the tensors in them.
     ///
     /// # Errors
     /// When the configuration is unusable or the weights' files are missing or damaged.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, VerifierError> {
-        let folder = folder.as_ref();
-        let (config, config_bytes) = VerifierConfig::read_with_bytes(folder)?;
-        let weights = Weights::open(folder)?;
+        let files =
+            ModelFiles::open(folder).map_err(|error| ConfigError::from(ModelFilesError::from(error)))?;
+        let (config, config_bytes) = VerifierConfig::read_with_bytes(&files)?;
+        let weights = files.weights()?;
         let digest = weights.digest(&config_bytes);
         Ok(Self {
             config,

@@ -3,10 +3,14 @@
 use std::path::PathBuf;
 
 use super::Encoding;
+use crate::gguf::GgufError;
 
 /// Why weights could not be read; each names the place and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum WeightsError {
+    /// The GGUF file cannot be used.
+    #[error(transparent)]
+    Gguf(#[from] GgufError),
     /// The folder is not there.
     #[error(
         "there is no folder `{folder}`; give the folder that holds config.json and the safetensors files"

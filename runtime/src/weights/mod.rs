@@ -24,6 +24,7 @@ pub use encoding::Encoding;
 pub use error::WeightsError;
 pub(crate) use file::MappedFile;
 pub use safetensors::Dtype;
+pub(crate) use tensor::RowOrder;
 pub use tensor::TensorView;
 
 use crate::digest::{Digest, Digester};
@@ -78,6 +79,11 @@ impl Weights {
         })
     }
 
+    /// The tensors of a file or folder, which is named in messages.
+    pub(crate) fn of_tensors(folder: PathBuf, tensors: BTreeMap<String, TensorView>) -> Self {
+        Self { folder, tensors }
+    }
+
     fn open_sharded(folder: &Path, index: &Path) -> Result<Self, WeightsError> {
         let weight_map = read_index(index)?;
         let shards: BTreeSet<&str> = weight_map.values().map(String::as_str).collect();
@@ -112,7 +118,7 @@ impl Weights {
         }
     }
 
-    /// The folder the weights were opened from.
+    /// The folder or GGUF file that the weights were opened from.
     pub fn folder(&self) -> &Path {
         &self.folder
     }

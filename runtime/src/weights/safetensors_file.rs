@@ -15,7 +15,17 @@ const LENGTH_BYTES: usize = 8;
 /// Maps a file and checks its header: all tensors lie inside the file, without holes, sized by shape and dtype. Returns
 /// them with their names, in no particular order.
 pub(super) fn open(path: &Path) -> Result<Vec<(String, TensorView)>, WeightsError> {
-    let file = Arc::new(MappedFile::open(path)?);
+    let file = MappedFile::open(path).map_err(|source| WeightsError::Read {
+        file: path.to_owned(),
+        source,
+    })?;
+    if file.bytes().is_empty() {
+        return Err(WeightsError::Truncated {
+            file: path.to_owned(),
+            reason: "it is empty".to_owned(),
+        });
+    }
+    let file = Arc::new(file);
     let (header_bytes, header) =
         SafeTensors::read_metadata(file.bytes()).map_err(|error| header_error(path, file.bytes(), &error))?;
     let data_start = LENGTH_BYTES + header_bytes;

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 /// A part of the folder `EAGLET_GOLDEN_DIR`, if it is there.
-pub fn shared_folder(part: &str) -> Option<PathBuf> {
+pub(crate) fn shared_folder(part: &str) -> Option<PathBuf> {
     let folder = Path::new(&std::env::var_os("EAGLET_GOLDEN_DIR")?).join(part);
     folder.is_dir().then_some(folder)
 }
@@ -12,7 +12,7 @@ pub fn shared_folder(part: &str) -> Option<PathBuf> {
 ///
 /// # Panics
 /// If a folder cannot be read.
-pub fn model_folders() -> Vec<PathBuf> {
+pub(crate) fn model_folders() -> Vec<PathBuf> {
     let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/verifiers");
     let mut folders: Vec<PathBuf> = [Some(own), shared_folder("verifiers")]
         .into_iter()
@@ -29,7 +29,7 @@ pub fn model_folders() -> Vec<PathBuf> {
 ///
 /// # Panics
 /// If the two are not equally long.
-pub fn difference(actual: &[f32], expected: &[f32]) -> f32 {
+pub(crate) fn difference(actual: &[f32], expected: &[f32]) -> f32 {
     assert_eq!(actual.len(), expected.len());
     let largest = expected
         .iter()
