@@ -388,7 +388,7 @@ fn check_aux_layers(ids: &[u32], layers: usize) -> Result<(), VerifierError> {
 }
 
 /// The largest value that stays finite when it is rounded to a dtype.
-pub(super) fn largest_magnitude(dtype: HiddenDtype) -> f32 {
+pub(crate) fn largest_magnitude(dtype: HiddenDtype) -> f32 {
     match dtype {
         HiddenDtype::Bf16 => bf16::MAX.to_f32(),
         HiddenDtype::F32 => f32::MAX,

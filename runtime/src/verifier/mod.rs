@@ -32,6 +32,7 @@ mod stored;
 
 pub use config::{ConfigError, VerifierConfig};
 pub use error::{LayoutProblem, VerifierError};
+pub(crate) use extract::largest_magnitude;
 pub use extract::{Verifier, VerifierOptions};
 pub use files::VerifierFiles;
 pub use frozen::FrozenParts;

@@ -517,3 +517,46 @@ fn frozen_parts_need_no_other_tensor() {
         "{error}"
     );
 }
+
+#[test]
+fn the_self_check_passes_and_says_how_close_the_states_are() {
+    for dtype in [HiddenDtype::F32, HiddenDtype::Bf16] {
+        let found = load(&Tiny::llama()).self_check(dtype, &mut Alone).unwrap();
+        assert_eq!((found.tokens, found.logits), (15, 15 * VOCAB));
+        assert!(
+            found.difference > 0.0 && found.difference < found.tolerance / 2.0,
+            "{found:?}"
+        );
+    }
+}
+
+#[test]
+fn the_self_check_finds_what_trains_without_complaint() {
+    let fails = |change: &dyn Fn(&mut Tiny)| {
+        // What a draft reads differs from what the verifier computes with.
+        let mut other = Tiny::llama();
+        change(&mut other);
+        let mut verifier = load(&Tiny::llama());
+        verifier.files = VerifierFiles::open(other.folder().path()).unwrap();
+        message(&verifier.self_check(HiddenDtype::Bf16, &mut Alone).unwrap_err())
+    };
+    let forgotten_norm = fails(&|tiny| tiny.values("model.norm.weight").fill(1.0));
+    assert!(
+        forgotten_norm.contains("differs from the verifier's own logits"),
+        "{forgotten_norm}"
+    );
+    fails(&|tiny| tiny.values("lm_head.weight").rotate_left(HIDDEN));
+    fails(&|tiny| {
+        tiny.values("model.norm.weight")
+            .iter_mut()
+            .for_each(|weight| *weight += 1.0)
+    });
+}
+
+#[test]
+fn a_head_that_bends_its_logits_is_refused() {
+    let mut tiny = Tiny::llama();
+    tiny.config["final_logit_softcapping"] = json!(30.0);
+    let error = load(&tiny).self_check(HiddenDtype::F32, &mut Alone).unwrap_err();
+    assert!(message(&error).contains("bent below 30"), "{error}");
+}
