@@ -13,6 +13,7 @@
 mod error;
 mod file;
 mod folder;
+mod recognise;
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 mod tests;
@@ -20,3 +21,4 @@ mod tests;
 pub use error::HiddenFileError;
 pub use file::{HiddenFile, file_name};
 pub use folder::{CONTRACT_FILE, HiddenFiles, HiddenWriter};
+pub use recognise::{Tap, Unrecognised, recognise};

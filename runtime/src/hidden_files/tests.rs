@@ -5,6 +5,8 @@ use super::*;
 use crate::contract::{Contract, HiddenDtype};
 use crate::digest::Digest;
 use crate::row::HiddenStates;
+use crate::row::{PackedRow, Sample};
+use crate::verifier::{Alone, Verifier, VerifierOptions};
 
 const SHAPE: (usize, usize) = (3, 4);
 
@@ -188,4 +190,63 @@ fn files_3_a_full_disk_leaves_nothing_half_written() {
     let empty = tempfile::tempdir().unwrap();
     let error = HiddenFiles::open(empty.path(), 10).unwrap_err();
     assert!(text(&error).contains("holds no hs_*.safetensors"));
+}
+
+/// The golden Llama with these aux layers.
+fn verifier(folder: &str, aux_layers: &[u32]) -> Verifier {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../tests/golden/verifiers")
+        .join(folder);
+    let options = VerifierOptions {
+        aux_layers: Some(aux_layers.to_vec()),
+        ..VerifierOptions::default()
+    };
+    Verifier::load(folder, options).unwrap()
+}
+
+#[test]
+fn states_of_unknown_origin_are_recognised_by_their_values() {
+    let tokens: Vec<u32> = (1..20).map(|i| i * i % 96).collect();
+    let mut row = PackedRow::default();
+    row.push(&Sample {
+        tokens: tokens.clone(),
+        loss_mask: vec![1; tokens.len()],
+    });
+    let mut wanted = verifier("llama", &[1, 2]);
+    let states = wanted.extract(&row, HiddenDtype::Bf16, &mut Alone).unwrap();
+    recognise(&mut wanted, &tokens, &states).unwrap();
+
+    // Ids in the other convention: one layer later.
+    let later = verifier("llama", &[2, 3])
+        .extract(&row, HiddenDtype::Bf16, &mut Alone)
+        .unwrap();
+    let error = recognise(&mut wanted, &tokens, &later).unwrap_err().to_string();
+    assert!(
+        error.contains("enter layers [2, 3, 3] where [1, 2, 3]")
+            && error.contains("verifier.aux_layers = [2, 3]"),
+        "{error}"
+    );
+
+    // The last state after the final norm.
+    let (normed, _) = wanted.logits(&row, &mut Alone).unwrap();
+    let mut post = states.clone();
+    for (token, values) in normed.chunks_exact(post.hidden).enumerate() {
+        post.set(token, 2, values);
+    }
+    let error = recognise(&mut wanted, &tokens, &post).unwrap_err().to_string();
+    assert!(
+        error.contains("final norm") && error.contains("before the final norm"),
+        "{error}"
+    );
+
+    // Another model, and another text.
+    let other = verifier("llama_tied", &[1, 2])
+        .extract(&row, HiddenDtype::Bf16, &mut Alone)
+        .unwrap();
+    let error = recognise(&mut wanted, &tokens, &other).unwrap_err();
+    assert!(matches!(error, Unrecognised::Stranger { .. }), "{error}");
+    let mut shifted = tokens.clone();
+    shifted.rotate_left(1);
+    let error = recognise(&mut wanted, &shifted, &states).unwrap_err();
+    assert!(matches!(error, Unrecognised::Stranger { .. }), "{error}");
 }

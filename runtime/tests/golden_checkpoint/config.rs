@@ -250,7 +250,7 @@ fn what_no_draft_of_ours_can_be_is_refused() {
         ),
         (
             "transformer_layer_config.rope_parameters.rope_type",
-            json!("yarn"),
+            json!("longrope"),
             "default, linear or llama3",
         ),
         (
