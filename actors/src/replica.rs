@@ -308,11 +308,17 @@ impl Replica {
         Ok(total)
     }
 
-    /// Writes a checkpoint: what vLLM serves, and what the run resumes from.
+    /// Writes a checkpoint: what vLLM serves, and what the run resumes from. Of the older ones, `keep` minus one stay, and
+    /// the one that is `recorded` in the journal.
     ///
     /// # Errors
     /// If the disk is full or read-only; nothing half-written is left.
-    pub fn save(&self, checkpoints: &CheckpointFolder, keep: usize) -> Result<PathBuf, ReplicaError> {
+    pub fn save(
+        &self,
+        checkpoints: &CheckpointFolder,
+        keep: usize,
+        recorded: Option<Step>,
+    ) -> Result<PathBuf, ReplicaError> {
         let frozen = &self.frozen;
         let spec = self.draft.spec();
         let (vocab, draft_vocab, hidden) = (spec.vocab_size, spec.draft_vocab_size, spec.hidden_size);
@@ -341,8 +347,7 @@ impl Replica {
             };
             state.save(&folder.join(STATE_FILE), self.layout_digest())
         })?;
-        // The one before stays until the journal knows the new one.
-        if let Err(error) = checkpoints.prune(keep.max(2)) {
+        if let Err(error) = checkpoints.prune(keep, recorded) {
             // The new checkpoint is whole; an old one too many is no reason to stop.
             tracing::warn!(%error, "an old checkpoint cannot be removed");
         }

@@ -29,6 +29,24 @@ impl fmt::Display for Digest {
     }
 }
 
+/// The text is no digest: 32 hexadecimal digits are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a digest has 32 hexadecimal digits")]
+pub struct ParseDigestError;
+
+impl std::str::FromStr for Digest {
+    type Err = ParseDigestError;
+
+    fn from_str(text: &str) -> Result<Self, ParseDigestError> {
+        if text.len() != 32 || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+            return Err(ParseDigestError);
+        }
+        u128::from_str_radix(text, 16)
+            .map(Self)
+            .map_err(|_| ParseDigestError)
+    }
+}
+
 impl fmt::Debug for Digest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Digest({:032x})", self.0)

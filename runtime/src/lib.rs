@@ -11,6 +11,7 @@ pub mod device;
 pub mod digest;
 pub mod draft;
 pub mod gguf;
+pub mod hidden_files;
 pub mod ids;
 pub mod link;
 pub mod model_files;

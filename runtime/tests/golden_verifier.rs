@@ -8,27 +8,44 @@
     reason = "says what was skipped and how close the numbers are"
 )]
 
-use std::error::Error;
-use std::path::{Path, PathBuf};
+mod common;
 
+use std::error::Error;
+use std::path::Path;
+
+use common::{difference, model_folders, shared_folder};
 use eaglet_runtime::contract::HiddenDtype;
 use eaglet_runtime::row::{PackedRow, Sample};
-use eaglet_runtime::verifier::{ConfigError, Verifier, VerifierConfig, VerifierOptions};
+use eaglet_runtime::verifier::{Alone, Verifier, VerifierConfig, VerifierOptions};
 use eaglet_runtime::weights::Weights;
 
 type Outcome = Result<(), Box<dyn Error>>;
 
+/// Models that the repository carries.
+const OWN: [&str; 19] = [
+    "deepseek_fp8",
+    "deepseek_no_query_latent",
+    "deepseek_v3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gpt_oss",
+    "gpt_oss_mxfp4",
+    "kimi_k25_int4",
+    "llama",
+    "llama3_rope",
+    "llama_tied",
+    "mistral",
+    "mixtral",
+    "phi3_partial",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3_nope",
+];
+
 /// Largest difference over a tensor's largest value.
 const TOLERANCE: f32 = 1e-5;
-
-fn own_folder() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/verifiers")
-}
-
-fn shared_folder(part: &str) -> Option<PathBuf> {
-    let folder = Path::new(&std::env::var_os("EAGLET_GOLDEN_DIR")?).join(part);
-    folder.is_dir().then_some(folder)
-}
 
 fn tokens(golden: &Weights, name: &str) -> Result<Vec<u32>, Box<dyn Error>> {
     let view = golden.tensor(name)?;
@@ -48,21 +65,13 @@ fn one_document(tokens: Vec<u32>) -> PackedRow {
     row
 }
 
-/// Largest difference over the largest expected value.
-fn difference(actual: &[f32], expected: &[f32]) -> f32 {
-    assert_eq!(actual.len(), expected.len());
-    let largest = expected
-        .iter()
-        .fold(0.0f32, |largest, value| largest.max(value.abs()));
-    let worst = actual.iter().zip(expected).map(|(a, b)| (a - b).abs());
-    // NaN must not be lost in the maximum.
-    worst.fold(0.0, |worst, x| if x <= worst { worst } else { x }) / largest
-}
-
-fn compare(what: &str, actual: &[f32], expected: &[f32], worst: &mut f32) {
+fn compare(what: &str, actual: &[f32], expected: &[f32], worst: &mut f32) -> Outcome {
     let difference = difference(actual, expected);
-    assert!(difference <= TOLERANCE, "{what} differs by {difference:e}");
     *worst = worst.max(difference);
+    if difference <= TOLERANCE {
+        return Ok(());
+    }
+    Err(format!("{what} differs by {difference:e}").into())
 }
 
 fn check_golden(folder: &Path, config: &VerifierConfig) -> Outcome {
@@ -70,21 +79,22 @@ fn check_golden(folder: &Path, config: &VerifierConfig) -> Outcome {
     let options = VerifierOptions {
         threads: 2,
         aux_layers: Some(vec![1]),
+        ..VerifierOptions::default()
     };
     let mut verifier = Verifier::load(folder, options)?;
     let mut worst = 0.0;
     for sequence in ["a", "b"] {
         let row = one_document(tokens(&golden, &format!("{sequence}.token_ids"))?);
-        let residuals = verifier.residuals(&row)?;
+        let residuals = verifier.residuals(&row, &mut Alone)?;
         assert_eq!(residuals.len(), config.layers + 1);
         for (layer, residual) in residuals.iter().enumerate() {
             let name = format!("{sequence}.hidden.{layer}");
-            compare(&name, residual, &golden.tensor(&name)?.to_f32()?, &mut worst);
+            compare(&name, residual, &golden.tensor(&name)?.to_f32()?, &mut worst)?;
         }
-        let (normed, logits) = verifier.logits(&row)?;
+        let (normed, logits) = verifier.logits(&row, &mut Alone)?;
         for (part, actual) in [("normed", normed), ("logits", logits)] {
             let name = format!("{sequence}.{part}");
-            compare(&name, &actual, &golden.tensor(&name)?.to_f32()?, &mut worst);
+            compare(&name, &actual, &golden.tensor(&name)?.to_f32()?, &mut worst)?;
         }
     }
     println!("{}: within {worst:.1e}", folder.display());
@@ -93,24 +103,18 @@ fn check_golden(folder: &Path, config: &VerifierConfig) -> Outcome {
 
 #[test]
 fn residual_streams_and_logits_are_those_of_transformers() -> Outcome {
-    let mut checked = Vec::new();
-    for family in [Some(own_folder()), shared_folder("verifiers")]
-        .into_iter()
-        .flatten()
-    {
-        for entry in std::fs::read_dir(family)? {
-            let folder = entry?.path();
-            match VerifierConfig::read(&folder) {
-                Ok(config) => {
-                    check_golden(&folder, &config)?;
-                    checked.push(folder.file_name().unwrap_or_default().to_owned());
-                }
-                Err(reason @ ConfigError::UnknownModelType { .. }) => println!("skipped: {reason}"),
-                Err(other) => return Err(other.into()),
-            }
+    let (mut checked, mut wrong) = (Vec::new(), Vec::new());
+    for folder in model_folders() {
+        let outcome = VerifierConfig::read(&folder)
+            .map_err(Into::into)
+            .and_then(|config| check_golden(&folder, &config));
+        if let Err(error) = outcome {
+            wrong.push(format!("{}: {error}", folder.display()));
         }
+        checked.push(folder.file_name().unwrap_or_default().to_owned());
     }
-    for needed in ["llama", "llama_tied"] {
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    for needed in OWN {
         assert!(
             checked.iter().any(|name| name == needed),
             "{needed} was not checked"
@@ -128,6 +132,7 @@ fn captured_states_are_those_the_trainers_were_given() -> Outcome {
     let options = VerifierOptions {
         threads: 2,
         aux_layers: Some(vec![2, 3, 5]),
+        ..VerifierOptions::default()
     };
     let mut verifier = Verifier::load(folder.join("verifier"), options)?;
     let samples = Weights::open_file(folder.join("default/samples.safetensors"))?;
@@ -141,11 +146,11 @@ fn captured_states_are_those_the_trainers_were_given() -> Outcome {
         });
         expected.extend_from_slice(&samples.tensor(&format!("{index}.hidden_states"))?.to_f32()?);
     }
-    let states = verifier.extract(&row, HiddenDtype::F32)?;
+    let states = verifier.extract(&row, HiddenDtype::F32, &mut Alone)?;
     let (values, _) = states.bytes.as_chunks::<4>();
     let values: Vec<f32> = values.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect();
     let mut worst = 0.0;
-    compare("hidden_states", &values, &expected, &mut worst);
+    compare("hidden_states", &values, &expected, &mut worst)?;
     println!("within {worst:.1e}");
     Ok(())
 }
@@ -162,11 +167,15 @@ fn a_sharded_verifier_equals_the_one_in_a_single_file() -> Outcome {
     let options = VerifierOptions {
         threads: 1,
         aux_layers: Some(vec![2, 3, 5]),
+        ..VerifierOptions::default()
     };
     let mut single = Verifier::load(single, options.clone())?;
     let mut sharded = Verifier::load(sharded, options)?;
     assert_eq!(single.digest(), sharded.digest());
     let row = one_document((0..50).map(|i| i * 6).collect());
-    assert!(single.logits(&row)? == sharded.logits(&row)?, "the same bits");
+    assert!(
+        single.logits(&row, &mut Alone)? == sharded.logits(&row, &mut Alone)?,
+        "the same bits"
+    );
     Ok(())
 }

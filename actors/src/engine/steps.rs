@@ -175,7 +175,8 @@ impl Engine {
             seat: seat.index,
             since_ms: self.now_ms,
         };
-        self.send(seat, CoordinatorCommand::Checkpoint);
+        let recorded = self.latest_checkpoint().map(|checkpoint| checkpoint.step);
+        self.send(seat, CoordinatorCommand::Checkpoint { recorded });
     }
 
     pub(super) fn checkpointed(&mut self, seat: Seat, step: Step, folder: PathBuf) {

@@ -8,7 +8,7 @@ use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, RowId, Seat};
 use eaglet_runtime::link::{BulkKind, BulkOutgoing, BulkSender, Endpoint, Hello, SendError};
 use eaglet_runtime::row::{PackedRow, Sample};
-use eaglet_runtime::verifier::{Verifier, VerifierError, VerifierOptions};
+use eaglet_runtime::verifier::{Alone, Verifier, VerifierError, VerifierOptions};
 
 use super::{Context, Input, RankFault, Worker, link_options};
 use crate::faults::{self, Point};
@@ -57,8 +57,19 @@ impl VerifierWorker {
         let options = VerifierOptions {
             threads: self.context.threads,
             aux_layers: config.aux_layers.clone(),
+            ..VerifierOptions::default()
         };
-        let verifier = Verifier::load(&config.path, options).map_err(RankFault::permanent)?;
+        let mut verifier = Verifier::load(&config.path, options).map_err(RankFault::permanent)?;
+        let checked = verifier
+            .self_check(config.hidden_dtype, &mut Alone)
+            .map_err(RankFault::permanent)?;
+        tracing::info!(
+            tokens = checked.tokens,
+            logits = checked.logits,
+            difference = checked.difference,
+            tolerance = checked.tolerance,
+            "hidden states give the verifier's own logits"
+        );
         let contract = recipe::contract(&self.context.config).map_err(RankFault::permanent)?;
         let stop_ids = verifier.config().eos_token_ids.clone();
         self.loaded = Some(Loaded {
@@ -83,7 +94,7 @@ impl VerifierWorker {
         faults::reach(Point::Extract, row.step())?;
         let dtype = self.context.config.verifier.hidden_dtype;
         let loaded = self.loaded()?;
-        match loaded.verifier.extract(&content, dtype) {
+        match loaded.verifier.extract(&content, dtype, &mut Alone) {
             Ok(hidden) => self.hand_over(row, lease, content, hidden, destination),
             Err(VerifierError::NonFinite { document, layer }) => {
                 let reason = format!("its hidden states are not finite from layer {layer} on");
@@ -111,10 +122,10 @@ impl VerifierWorker {
             let loaded = self.loaded()?;
             let extracted = loaded
                 .verifier
-                .generate(&prompts, max_new_tokens, &loaded.stop_ids)
+                .generate(&prompts, max_new_tokens, &loaded.stop_ids, &mut Alone)
                 .and_then(|answers| {
                     let content = packed(&prompts, answers);
-                    let hidden = loaded.verifier.extract(&content, dtype)?;
+                    let hidden = loaded.verifier.extract(&content, dtype, &mut Alone)?;
                     Ok((content, hidden))
                 });
             match extracted {

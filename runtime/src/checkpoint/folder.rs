@@ -170,19 +170,19 @@ impl CheckpointFolder {
         }
     }
 
-    /// Removes all but the newest `keep` numbered checkpoints, and returns the steps of those removed. The newest and the
-    /// one that `latest` points to stay in any case.
+    /// Removes all but the newest `keep` numbered checkpoints, and returns the steps of those removed. The newest,
+    /// the one that `latest` points to and the one of step `spared` stay in any case.
     ///
     /// # Errors
     /// A checkpoint cannot be removed; earlier ones may be gone already.
-    pub fn prune(&self, keep: usize) -> Result<Vec<Step>, CheckpointError> {
+    pub fn prune(&self, keep: usize, spared: Option<Step>) -> Result<Vec<Step>, CheckpointError> {
         let checkpoints = self.list()?;
         let pointed_to = fs::read_link(self.root.join(LATEST)).ok();
         let count = checkpoints.len().saturating_sub(keep.max(1));
         let mut removed = Vec::new();
         for checkpoint in checkpoints.into_iter().take(count) {
             let name = step_name(checkpoint.step);
-            if pointed_to.as_deref() == Some(Path::new(&name)) {
+            if pointed_to.as_deref() == Some(Path::new(&name)) || spared == Some(checkpoint.step) {
                 continue;
             }
             // Renamed first, so that a crash in the middle leaves nothing that looks like a checkpoint.

@@ -30,6 +30,29 @@ pub(super) fn to_json(rope: &Rope) -> Value {
             );
             "llama3"
         }
+        RopeScaling::Yarn {
+            factor,
+            beta_fast,
+            beta_slow,
+            original_max_position_embeddings,
+            attention_factor,
+            truncate,
+        } => {
+            set("factor", json!(factor));
+            set("beta_fast", json!(beta_fast));
+            set("beta_slow", json!(beta_slow));
+            set(
+                "original_max_position_embeddings",
+                whole(original_max_position_embeddings),
+            );
+            if let Some(attention_factor) = attention_factor {
+                set("attention_factor", json!(attention_factor));
+            }
+            if !truncate {
+                set("truncate", json!(false));
+            }
+            "yarn"
+        }
     };
     set("rope_theta", json!(rope.theta));
     set("rope_type", json!(kind));
@@ -92,9 +115,17 @@ fn scaling(rope: &Section<'_>) -> Result<RopeScaling, ConfigError> {
             high_freq_factor: positive(rope, "high_freq_factor")?,
             original_max_position_embeddings: positive(rope, "original_max_position_embeddings")?,
         }),
+        "yarn" => Ok(RopeScaling::Yarn {
+            factor: positive(rope, "factor")?,
+            beta_fast: rope.optional_f64("beta_fast")?.unwrap_or(32.0),
+            beta_slow: rope.optional_f64("beta_slow")?.unwrap_or(1.0),
+            original_max_position_embeddings: positive(rope, "original_max_position_embeddings")?,
+            attention_factor: rope.optional_f64("attention_factor")?,
+            truncate: rope.optional_bool("truncate")?.unwrap_or(true),
+        }),
         other => Err(rope.error(
             key,
-            format!("is `{other}`; drafts have default, linear or llama3"),
+            format!("is `{other}`; drafts have default, linear, llama3 or yarn"),
         )),
     }
 }

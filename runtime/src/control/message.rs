@@ -389,7 +389,11 @@ pub enum CoordinatorCommand {
         learning_rate: f64,
     },
     /// Write a checkpoint of the present state.
-    Checkpoint,
+    Checkpoint {
+        /// The checkpoint that the journal knows. It is not removed: until the new one is recorded, it is the one that
+        /// replicas are loaded from, however many newer ones a cut-off launch has left unrecorded.
+        recorded: Option<Step>,
+    },
     /// Measure acceptance on the held-out rows of this seat's lanes.
     Evaluate,
     /// Say [`RankEvent::Bye`] and exit.

@@ -18,8 +18,10 @@ pub struct AttentionShape {
     pub heads: usize,
     /// Key and value heads; divides `heads`.
     pub kv_heads: usize,
-    /// Width of a head.
+    /// Width of a head of queries and keys.
     pub head_dim: usize,
+    /// Width of a head of values and of the result.
+    pub value_dim: usize,
     /// Factor of the scores, usually `head_dim^-½`.
     pub scale: f32,
 }
@@ -30,9 +32,19 @@ impl AttentionShape {
         self.heads * self.head_dim
     }
 
-    /// Width of a key or value row.
+    /// Width of a key row.
     pub fn key_width(&self) -> usize {
         self.kv_heads * self.head_dim
+    }
+
+    /// Width of a value row.
+    pub fn value_width(&self) -> usize {
+        self.kv_heads * self.value_dim
+    }
+
+    /// Width of a row of the result.
+    pub fn output_width(&self) -> usize {
+        self.heads * self.value_dim
     }
 }
 
@@ -131,6 +143,23 @@ pub struct Attention<'a> {
     pub plan: &'a AttentionPlan,
     /// Diagonal keys per query.
     pub diagonals: usize,
+    /// A score per head that takes its share of every softmax and has no value, `[heads]`; empty if there is none.
+    pub sinks: &'a [f32],
+    /// Scores are bent below this: `cap · tanh(score / cap)`.
+    pub softcap: Option<f32>,
+}
+
+impl<'a> Attention<'a> {
+    /// Causal attention without anything special.
+    pub fn plain(shape: AttentionShape, plan: &'a AttentionPlan) -> Self {
+        Self {
+            shape,
+            plan,
+            diagonals: 0,
+            sinks: &[],
+            softcap: None,
+        }
+    }
 }
 
 /// Operands of an attention call.
@@ -140,7 +169,7 @@ pub struct AttentionInputs<'a> {
     pub q: &'a [f32],
     /// Rotated keys, `[keys, kv_heads · head_dim]`.
     pub k: &'a [f32],
-    /// Values, `[keys, kv_heads · head_dim]`.
+    /// Values, `[keys, kv_heads · value_dim]`.
     pub v: &'a [f32],
     /// Rotated diagonal keys, `[diagonals, queries, kv_heads · head_dim]`; may be longer.
     pub k_diagonal: &'a [f32],

@@ -97,6 +97,18 @@ impl<'a> Matrix<'a> {
         &self.data[row * self.row_stride..][..self.cols]
     }
 
+    /// The sub-matrix of `cols` columns from `col` on and of `count` rows: `first`, `first + step`, …
+    #[track_caller]
+    pub(crate) fn part(&self, (first, step, count): (usize, usize, usize), col: usize, cols: usize) -> Self {
+        let span = if count == 0 { 0 } else { (count - 1) * step + 1 };
+        let block = self.block(first, span, col, cols);
+        Self {
+            rows: count,
+            row_stride: block.row_stride * step,
+            ..block
+        }
+    }
+
     /// The sub-matrix of `rows` rows and `cols` columns at (`row`, `col`).
     #[track_caller]
     pub(crate) fn block(&self, row: usize, rows: usize, col: usize, cols: usize) -> Self {

@@ -15,13 +15,32 @@ mod attention;
 mod cpu;
 mod matrix;
 mod rotary;
+mod routing;
+mod stored;
 
 pub use attention::{Attention, AttentionGradients, AttentionInputs, AttentionPlan, AttentionShape};
+pub(crate) use cpu::widen_bf16;
 pub use cpu::{Cpu, ThreadsError};
 pub use matrix::{Matrix, MatrixMut};
-pub use rotary::{RotaryTable, Turn};
+pub use rotary::{Pairing, RotaryTable, Turn};
+pub use routing::{ExpertGroups, Routing, Scoring};
+pub use stored::StoredMatrix;
 
-use half::bf16;
+/// What a gated MLP does to its two inner products; gates are `g`, the others `u`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Gate {
+    /// `g · sigmoid(g) · u`.
+    Silu,
+    /// `gelu(g) · u`, with the tanh approximation.
+    GeluTanh,
+    /// `g · sigmoid(alpha · g) · (u + 1)`, with `g` cut at `limit` from above and `u` at both sides (gpt-oss).
+    Clamped {
+        /// Steepness of the sigmoid.
+        alpha: f32,
+        /// Where both are cut.
+        limit: f32,
+    },
+}
 
 /// What one loss row of [`Device::kl_divergence`] came to.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -70,11 +89,11 @@ pub trait Device: Send + Sync + 'static {
     /// Transposes are views: [`Matrix::transposed`]. The sum over k runs in fixed blocks.
     fn gemm(&self, c: MatrixMut<'_>, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool);
 
-    /// `c = a·wᵀ`, or `c += a·wᵀ` with `accumulate`; `c` `[m, n]`, `a` `[m, k]`, `weights` `[n, k]` row-major bf16.
+    /// `c = a·wᵀ`, or `c += a·wᵀ` with `accumulate`; `c` `[m, n]`, `a` `[m, k]`, `weights` `[n, k]`.
     ///
-    /// The weights are widened block by block, so a mapped model stays packed. Same bits as [`Device::gemm`] on the
-    /// widened weights.
-    fn gemm_bf16(&self, c: MatrixMut<'_>, a: Matrix<'_>, weights: &[bf16], accumulate: bool);
+    /// The weights are unpacked tile by tile, so a mapped model stays packed. Same bits as [`Device::gemm`] on the
+    /// unpacked weights.
+    fn gemm_stored(&self, c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn StoredMatrix, accumulate: bool);
 
     /// `y = x / rms(x) · weight` per row, and `rstd[row] = 1 / rms(x)`; `x`, `y` `[rows, n]`, `weight` `[n]`.
     fn rms_norm(&self, x: Matrix<'_>, weight: &[f32], epsilon: f32, y: MatrixMut<'_>, rstd: &mut [f32]);
@@ -104,18 +123,40 @@ pub trait Device: Send + Sync + 'static {
     /// `out[i] = table[rows[i]]`; `table` `[any, n]`, `out` `[rows, n]`.
     fn gather(&self, table: Matrix<'_>, rows: &[u32], out: MatrixMut<'_>);
 
-    /// `out[i] = table[rows[i]]` widened from bf16; `table` `[any, n]` row-major, `out` `[rows, n]`.
-    fn gather_bf16(&self, table: &[bf16], rows: &[u32], out: MatrixMut<'_>);
+    /// `out[i] = table[rows[i]]` unpacked; `table` `[any, n]`, `out` `[rows, n]`.
+    fn gather_stored(&self, table: &dyn StoredMatrix, rows: &[u32], out: MatrixMut<'_>);
+
+    /// `target = source`, both `[rows, cols]` with strides of their own.
+    fn copy(&self, source: Matrix<'_>, target: MatrixMut<'_>);
 
     /// `target[rows[i]] += source[i]`, in the order of `i`.
     fn scatter_add(&self, source: Matrix<'_>, rows: &[u32], target: MatrixMut<'_>);
+
+    /// `target[rows[i]] += factors[i] · source[i]`, in the order of `i`.
+    fn scatter_add_scaled(&self, source: Matrix<'_>, rows: &[u32], factors: &[f32], target: MatrixMut<'_>);
+
+    /// `out = gate(g) · u`, element by element.
+    fn gated(&self, gate: Gate, g: &[f32], u: &[f32], out: &mut [f32]);
+
+    /// Adds `bias` `[n]` to every row of `x` `[rows, n]`.
+    fn add_bias(&self, x: MatrixMut<'_>, bias: &[f32]);
+
+    /// `x · factor`, element by element.
+    fn scale(&self, x: &mut [f32], factor: f32);
+
+    /// `cap · tanh(x / cap)`, element by element.
+    fn softcap(&self, x: &mut [f32], cap: f32);
+
+    /// Chooses the experts of each token: `logits` `[tokens, experts]`; `chosen` and `weights` `[tokens, top]`, the experts of
+    /// a token in falling order of their scores, the first one of several equal ones first.
+    fn route(&self, routing: &Routing<'_>, logits: Matrix<'_>, chosen: &mut [u32], weights: &mut [f32]);
 
     /// `target += source`, element by element.
     fn add(&self, target: &mut [f32], source: &[f32]);
 
     /// Softmax attention of `plan`'s queries over the keys that it makes visible and over their own diagonal keys.
     ///
-    /// Writes `out` `[queries, heads · head_dim]` and the log of each softmax's denominator, `lse` `[queries, heads]`.
+    /// Writes `out` `[queries, heads · value_dim]` and the log of each softmax's denominator, `lse` `[queries, heads]`.
     fn attention(
         &self,
         attention: &Attention<'_>,
@@ -124,7 +165,8 @@ pub trait Device: Send + Sync + 'static {
         lse: &mut [f32],
     );
 
-    /// Backward of [`Device::attention`], from its `lse` and the gradient `dout` of its result.
+    /// Backward of [`Device::attention`] without sinks and cap, for heads of one width, from its `lse` and the gradient
+    /// `dout` of its result.
     fn attention_backward(
         &self,
         attention: &Attention<'_>,

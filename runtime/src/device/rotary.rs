@@ -11,19 +11,31 @@ pub enum Turn {
     Backward,
 }
 
+/// Which dimensions of a head turn together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pairing {
+    /// Dimension `i` with dimension `i + dim / 2`: most models.
+    #[default]
+    Halves,
+    /// Dimension `2i` with dimension `2i + 1`: DeepSeek.
+    Neighbours,
+}
+
 /// Cosines and sines of all angles of a rotary embedding, `[positions, dim / 2]` each.
 #[derive(Clone, Debug)]
 pub struct RotaryTable {
     half: usize,
+    offset: usize,
+    pairing: Pairing,
     cos: Vec<f32>,
     sin: Vec<f32>,
 }
 
 impl RotaryTable {
-    /// The angles of positions `0..positions`, computed in f64.
+    /// The angles of positions `0..positions`, computed in f64, for the first `dim` dimensions of each head.
     pub fn new(rope: &Rope, positions: usize) -> Self {
         let frequencies = rope.inverse_frequencies();
-        let half = frequencies.len();
+        let (half, magnitude) = (frequencies.len(), rope.magnitude());
         let (mut cos, mut sin) = (
             Vec::with_capacity(positions * half),
             Vec::with_capacity(positions * half),
@@ -31,11 +43,36 @@ impl RotaryTable {
         for position in 0..positions {
             for frequency in &frequencies {
                 let (s, c) = (position as f64 * frequency).sin_cos();
-                cos.push(c as f32);
-                sin.push(s as f32);
+                cos.push((c * magnitude) as f32);
+                sin.push((s * magnitude) as f32);
             }
         }
-        Self { half, cos, sin }
+        Self {
+            half,
+            offset: 0,
+            pairing: Pairing::Halves,
+            cos,
+            sin,
+        }
+    }
+
+    /// The same angles for the dimensions from `offset` on, paired so.
+    pub fn placed(self, offset: usize, pairing: Pairing) -> Self {
+        Self {
+            offset,
+            pairing,
+            ..self
+        }
+    }
+
+    /// The first rotated dimension of a head.
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// Which dimensions turn together.
+    pub fn pairing(&self) -> Pairing {
+        self.pairing
     }
 
     /// Number of positions in the table.

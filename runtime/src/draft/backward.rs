@@ -123,9 +123,8 @@ impl<D: Device> Pass<'_, D> {
             dv_diagonal,
         };
         let attention = Attention {
-            shape: self.core.attention_shape(),
-            plan: &self.plan.attention,
             diagonals: step,
+            ..Attention::plain(self.core.attention_shape(), &self.plan.attention)
         };
         let lse = &a.lse[sizes.of_step(step, self.core.spec.heads)];
         device.attention_backward(&attention, &inputs, lse, &d.attention, gradients);

@@ -247,9 +247,8 @@ impl<D: Device> Pass<'_, D> {
             v_diagonal: &a.v[shared..],
         };
         let attention = Attention {
-            shape: self.core.attention_shape(),
-            plan: &self.plan.attention,
             diagonals: step,
+            ..Attention::plain(self.core.attention_shape(), &self.plan.attention)
         };
         let out = &mut a.attention[sizes.of_step(step, sizes.query)];
         device.attention(

@@ -66,6 +66,7 @@ impl<D: Device> Core<D> {
             heads: self.spec.heads,
             kv_heads: self.spec.kv_heads,
             head_dim: self.spec.head_dim,
+            value_dim: self.spec.head_dim,
             scale: (1.0 / (self.spec.head_dim as f64).sqrt()) as f32,
         }
     }

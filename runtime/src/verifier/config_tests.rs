@@ -88,12 +88,31 @@ fn the_older_key_of_a_linear_scaling_is_read() {
 #[test]
 fn only_families_with_a_window_have_one() {
     let mut config = Tiny::mistral(9).config;
-    assert_eq!(parse(&config).unwrap().sliding_window, Some(9));
+    assert_eq!(windows(&config), [Some(9); 7]);
     config["sliding_window"] = Value::Null;
-    assert_eq!(parse(&config).unwrap().sliding_window, None);
+    assert_eq!(windows(&config), [None; 7]);
     let mut config = Tiny::llama().config;
     config["sliding_window"] = json!(9);
-    assert_eq!(parse(&config).unwrap().sliding_window, None);
+    assert_eq!(windows(&config), [None; 7]);
+    // The order of layers is the file's, else the family's.
+    config["model_type"] = json!("gemma3_text");
+    let some = Some(9);
+    assert_eq!(windows(&config), [some, some, some, some, some, None, some]);
+    config["layer_types"] = json!([vec!["full_attention"; 2], vec!["sliding_attention"; 5]].concat());
+    assert_eq!(windows(&config), [None, None, some, some, some, some, some]);
+    config["model_type"] = json!("qwen3");
+    assert_eq!(windows(&config), [None; 7], "switched off");
+    config["use_sliding_window"] = json!(true);
+    assert_eq!(windows(&config), [None, None, some, some, some, some, some]);
+}
+
+fn windows(config: &Value) -> Vec<Option<usize>> {
+    let config = parse(config).unwrap();
+    config
+        .blocks
+        .iter()
+        .map(|layer| layer.attention.window())
+        .collect()
 }
 
 #[test]
@@ -102,21 +121,22 @@ fn every_wrong_key_is_reported_at_once() {
     config.as_object_mut().unwrap().remove("hidden_size");
     config["vocab_size"] = json!("many");
     config["num_hidden_layers"] = json!(0);
-    config["attention_bias"] = json!(true);
+    config["attention_bias"] = json!("yes");
     config["hidden_act"] = json!("gelu");
     config["num_key_value_heads"] = json!(3);
-    config["quantization_config"] = json!({ "quant_method": "fp8" });
-    config["rope_scaling"] = json!({ "rope_type": "yarn" });
+    config["quantization_config"] = json!({ "quant_method": "gptq" });
+    config["rope_scaling"] = json!({ "rope_type": "longrope" });
     let problems = problems(&config);
     assert_eq!(problems.len(), 8, "{problems:?}");
     for expected in [
         "key `hidden_size` is missing; add a whole number above 0",
         "key `vocab_size` is \"many\"; it must be a whole number above 0",
         "key `num_hidden_layers` is 0; it must be a whole number above 0",
-        "key `attention_bias` is true, which is not supported; supported: false, for llama",
-        "key `hidden_act` is \"gelu\", which is not supported; supported: silu",
+        "key `attention_bias` is \"yes\"; it must be true or false",
+        "key `hidden_act` is \"gelu\", which is not supported; supported: silu, gelu_pytorch_tanh",
+        "key `quantization_config.quant_method` is \"gptq\", which is not supported; supported: compressed-tensors, fp8, mxfp4",
         "key `num_key_value_heads` is 3, which does not divide num_attention_heads 4",
-        "key `rope_scaling.rope_type` is \"yarn\", which is not supported; supported: default, linear, llama3",
+        "key `rope_scaling.rope_type` is \"longrope\", which is not supported; supported: default, linear, llama3, yarn",
     ] {
         assert!(
             problems.iter().any(|problem| problem == expected),
@@ -154,7 +174,8 @@ fn an_unknown_family_is_told_the_known_ones() {
     let error = parse(&config).unwrap_err().to_string();
     assert_eq!(
         error,
-        "`config.json`: model_type `mamba` is not supported; supported: llama, mistral"
+        "`config.json`: model_type `mamba` is not supported; supported: llama, mistral, mixtral, smollm3, qwen2, qwen3, \
+         qwen3_moe, phi3, gemma, gemma2, gemma3_text, gpt_oss, deepseek_v3, kimi_k2"
     );
     config.as_object_mut().unwrap().remove("model_type");
     assert!(problems(&config)[0].contains("`model_type` is missing"));

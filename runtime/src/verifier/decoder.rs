@@ -1,112 +1,149 @@
-//! The decoder that all families share, over any device.
+//! The decoder that all families share, over any device: the layers of one shard.
 //!
-//! Pre-norm residual layers: attention with rotary positions and grouped keys, then a gated MLP (the Llama layer of
-//! Touvron et al. 2023). Where keys and values come from is the caller's: a row's own, or a cache.
+//! Residual layers of attention and MLP, each behind a norm, for some families with one after it too (the Llama layer of
+//! Touvron et al. 2023, and what became of it). Where keys and values come from is the caller's: a row's own, or a cache.
 
-use super::files::layer_tensor;
+use std::ops::Range;
+
+use super::activations::{Activations, take};
+use super::attention::AttentionBlock;
+use super::error::LayoutProblem;
 use super::linear::Linear;
+use super::loader::{Loader, Need};
+use super::mlp::MlpBlock;
+use super::rotation::Rotations;
+use super::shard::{Interrupted, Peers, Shard};
 use super::{VerifierConfig, VerifierFiles};
-use crate::device::{AttentionShape, Device, Matrix, MatrixMut, RotaryTable, Turn};
-use crate::weights::WeightsError;
+use crate::device::{Device, Matrix, MatrixMut};
 
 /// Weights of one layer.
 struct Layer {
     input_norm: Vec<f32>,
-    q: Linear,
-    k: Linear,
-    v: Linear,
-    o: Linear,
+    attention: AttentionBlock,
+    /// Norm of what attention adds, in families that have one.
+    attention_norm: Option<Vec<f32>>,
     mlp_norm: Vec<f32>,
-    gate: Linear,
-    up: Linear,
-    down: Linear,
+    mlp: MlpBlock,
+    /// Norm of what the MLP adds.
+    output_norm: Option<Vec<f32>>,
 }
 
 impl Layer {
-    fn new(files: &VerifierFiles, index: usize) -> Result<Self, WeightsError> {
-        let stored = |part: &str| files.weights().tensor(&layer_tensor(index, part));
-        let linear = |part: &str| Linear::new(stored(part)?);
-        let norm = |part: &str| Ok::<_, WeightsError>(stored(part)?.to_f32()?.into_owned());
-        Ok(Self {
-            input_norm: norm("input_layernorm")?,
-            q: linear("self_attn.q_proj")?,
-            k: linear("self_attn.k_proj")?,
-            v: linear("self_attn.v_proj")?,
-            o: linear("self_attn.o_proj")?,
-            mlp_norm: norm("post_attention_layernorm")?,
-            gate: linear("mlp.gate_proj")?,
-            up: linear("mlp.up_proj")?,
-            down: linear("mlp.down_proj")?,
-        })
+    fn new(loader: &Loader<'_>, index: usize, rotations: &mut Rotations) -> Self {
+        let (config, layer) = (loader.config(), loader.layer(index));
+        let (hidden, block) = (config.hidden_size, &config.blocks[index]);
+        let (before_mlp, after) = if config.sandwich_norms {
+            let norm = |part| Some(layer.norm(part, hidden));
+            (
+                "pre_feedforward_layernorm",
+                [
+                    norm("post_attention_layernorm"),
+                    norm("post_feedforward_layernorm"),
+                ],
+            )
+        } else {
+            ("post_attention_layernorm", [None, None])
+        };
+        let [attention_norm, output_norm] = after;
+        Self {
+            input_norm: layer.norm("input_layernorm", hidden),
+            attention: AttentionBlock::new(&layer, &block.attention, hidden, rotations),
+            attention_norm,
+            mlp_norm: layer.norm(before_mlp, hidden),
+            mlp: MlpBlock::new(&layer, &block.mlp, hidden),
+            output_norm,
+        }
     }
 }
 
 /// Rotated queries and keys, and values of one layer, and where its attention goes.
 pub(super) struct Attending<'a> {
+    /// The layer's attention.
+    pub(super) block: &'a AttentionBlock,
     /// `[tokens, heads · head_dim]`.
     pub(super) q: &'a [f32],
     /// `[tokens, kv_heads · head_dim]`.
     pub(super) k: &'a [f32],
-    /// `[tokens, kv_heads · head_dim]`.
+    /// `[tokens, kv_heads · value_dim]`.
     pub(super) v: &'a [f32],
-    /// `[tokens, heads · head_dim]`, to be written.
+    /// `[tokens, heads · value_dim]`, to be written.
     pub(super) out: &'a mut [f32],
     /// `[tokens, heads]`, scratch.
     pub(super) lse: &'a mut [f32],
 }
 
-/// Activations of one forward pass. They grow to the longest pass and stay allocated.
-#[derive(Default)]
-pub(super) struct Activations {
-    residual: Vec<f32>,
-    normed: Vec<f32>,
-    rstd: Vec<f32>,
-    q: Vec<f32>,
-    k: Vec<f32>,
-    v: Vec<f32>,
-    attended: Vec<f32>,
-    lse: Vec<f32>,
-    gate: Vec<f32>,
-    up: Vec<f32>,
-    gated: Vec<f32>,
-    head_input: Vec<f32>,
+/// Rows of the embedding or head that one slice holds.
+struct VocabularyPart {
+    linear: Linear,
+    ids: Range<usize>,
 }
 
-/// The first `len` elements of a buffer that grows as needed.
-fn take(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
-    if buffer.len() < len {
-        buffer.resize(len, 0.0);
-    }
-    &mut buffer[..len]
+/// What comes after the last layer.
+struct Head {
+    norm: Vec<f32>,
+    part: VocabularyPart,
 }
 
-/// Embedding, layers, final norm and head.
+/// The layers of a shard; embedding where tokens enter, final norm and head where they leave.
 pub(super) struct Decoder {
     config: VerifierConfig,
-    embedding: Linear,
+    shard: Shard,
+    span: Range<usize>,
+    embedding: Option<VocabularyPart>,
     layers: Vec<Layer>,
-    final_norm: Vec<f32>,
-    /// `None` where the head is the embedding.
-    untied_head: Option<Linear>,
+    head: Option<Head>,
+    rotations: Rotations,
+}
+
+/// A shard's decoder, and what making it has shown.
+pub(super) struct Built {
+    pub(super) decoder: Decoder,
+    pub(super) needs: Vec<Need>,
+    pub(super) problems: Vec<LayoutProblem>,
 }
 
 impl Decoder {
-    /// Takes the tensors of files that passed [`VerifierFiles::check`].
-    pub(super) fn new(files: &VerifierFiles) -> Result<Self, WeightsError> {
-        let config = files.config().clone();
-        Ok(Self {
-            embedding: Linear::new(files.embedding()?)?,
-            layers: (0..config.layers)
-                .map(|index| Layer::new(files, index))
-                .collect::<Result<_, _>>()?,
-            final_norm: files.final_norm()?,
-            untied_head: if config.tied_embeddings {
-                None
-            } else {
-                Some(Linear::new(files.head()?)?)
-            },
-            config,
-        })
+    /// Makes the decoder of a shard. It must not be computed with if there are problems.
+    pub(super) fn build(files: &VerifierFiles, shard: Shard) -> Built {
+        let config = files.config();
+        let loader = Loader::new(files.weights(), config, files.names(), shard);
+        let span = shard.layers(config);
+        let mut rotations = Rotations::default();
+        let (vocab, hidden) = (config.vocab_size, config.hidden_size);
+        let vocabulary = |name: &str| {
+            let ids = shard.slice_of(vocab, 1);
+            let share = ids.len() as f64 / vocab as f64;
+            let linear = loader
+                .matrix(name, vocab, hidden, share)
+                .part(ids.clone(), 0..hidden);
+            VocabularyPart { linear, ids }
+        };
+        let embedding_name = loader.names().embedding();
+        let decoder = Self {
+            embedding: shard.is_first().then(|| vocabulary(&embedding_name)),
+            head: shard.is_last().then(|| Head {
+                norm: loader.norm(&loader.names().final_norm(), hidden),
+                part: match config.tied_embeddings {
+                    true => vocabulary(&embedding_name),
+                    false => vocabulary(loader.names().head()),
+                },
+            }),
+            layers: span
+                .clone()
+                .map(|index| Layer::new(&loader, index, &mut rotations))
+                .collect(),
+            config: config.clone(),
+            shard,
+            rotations,
+            span: span.clone(),
+        };
+        let (needs, known, mut problems) = loader.finish();
+        problems.extend(files.unused(&span, &known));
+        Built {
+            decoder,
+            needs,
+            problems,
+        }
     }
 
     /// Its configuration.
@@ -114,126 +151,227 @@ impl Decoder {
         &self.config
     }
 
-    /// The embedding, `[V, H]`.
-    pub(super) fn embedding(&self) -> &Linear {
-        &self.embedding
+    /// Which part of the verifier it is.
+    pub(super) fn shard(&self) -> Shard {
+        self.shard
     }
 
-    /// The head, `[V, H]`.
-    pub(super) fn head(&self) -> &Linear {
-        self.untied_head.as_ref().unwrap_or(&self.embedding)
+    /// Its layers.
+    pub(super) fn span(&self) -> Range<usize> {
+        self.span.clone()
     }
 
-    /// Weight of the final norm, `[H]`.
-    pub(super) fn final_norm(&self) -> &[f32] {
-        &self.final_norm
+    /// The attention of each of its layers.
+    pub(super) fn attentions(&self) -> impl Iterator<Item = &AttentionBlock> {
+        self.layers.iter().map(|layer| &layer.attention)
     }
 
-    /// Sizes of the attention.
-    pub(super) fn attention_shape(&self) -> AttentionShape {
-        AttentionShape {
-            heads: self.config.heads,
-            kv_heads: self.config.kv_heads,
-            head_dim: self.config.head_dim,
-            scale: (self.config.head_dim as f32).sqrt().recip(),
-        }
+    /// Makes sure that positions below `positions` can be rotated.
+    pub(super) fn reach_position(&mut self, positions: usize) {
+        self.rotations.reach(positions);
     }
 
-    /// Runs all layers over `tokens` at `positions`, `[tokens]` each.
+    /// Runs the layers over `tokens` at `positions`, `[tokens]` each.
     ///
-    /// `attend` computes the attention of a layer. `entering` sees the residual stream `[tokens, H]` before each layer,
-    /// and once more, with the number of layers, after the last one; its error ends the pass.
-    pub(super) fn forward<E>(
+    /// `attend` computes the attention of a layer, counted from the shard's first. `entering` sees the residual stream
+    /// `[tokens, H]` before each layer, and once more, with the number of layers, after the last one of all.
+    pub(super) fn forward(
         &self,
         device: &impl Device,
         activations: &mut Activations,
-        rotary: &RotaryTable,
         (tokens, positions): (&[u32], &[u32]),
+        peers: &mut impl Peers,
         mut attend: impl FnMut(usize, Attending<'_>),
-        mut entering: impl FnMut(u32, &[f32]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let (rows, hidden, eps) = (tokens.len(), self.config.hidden_size, self.config.rms_norm_eps);
-        let shape = self.attention_shape();
-        let (query_width, key_width) = (shape.query_width(), shape.key_width());
-        let inner = self.config.intermediate_size;
-
-        let residual = take(&mut activations.residual, rows * hidden);
-        let normed = take(&mut activations.normed, rows * hidden);
-        let rstd = take(&mut activations.rstd, rows);
-        let q = take(&mut activations.q, rows * query_width);
-        let k = take(&mut activations.k, rows * key_width);
-        let v = take(&mut activations.v, rows * key_width);
-        let attended = take(&mut activations.attended, rows * query_width);
-        let lse = take(&mut activations.lse, rows * shape.heads);
-        let gate = take(&mut activations.gate, rows * inner);
-        let up = take(&mut activations.up, rows * inner);
-        let gated = take(&mut activations.gated, rows * inner);
-
-        self.embedding
-            .gather(device, tokens, MatrixMut::new(residual, rows, hidden));
-        for (index, layer) in self.layers.iter().enumerate() {
-            entering(index as u32, residual)?;
-
-            let stream = Matrix::new(residual, rows, hidden);
-            device.rms_norm(
-                stream,
-                &layer.input_norm,
-                eps,
-                MatrixMut::new(normed, rows, hidden),
-                rstd,
-            );
-            let input = Matrix::new(normed, rows, hidden);
-            layer
-                .q
-                .apply(device, input, MatrixMut::new(q, rows, query_width), false);
-            layer
-                .k
-                .apply(device, input, MatrixMut::new(k, rows, key_width), false);
-            layer
-                .v
-                .apply(device, input, MatrixMut::new(v, rows, key_width), false);
-            device.rotate(q, shape.head_dim, rotary, positions, Turn::Forward);
-            device.rotate(k, shape.head_dim, rotary, positions, Turn::Forward);
-            attend(
-                index,
-                Attending {
-                    q,
-                    k,
-                    v,
-                    out: attended,
-                    lse,
-                },
-            );
-            let input = Matrix::new(attended, rows, query_width);
-            layer
-                .o
-                .apply(device, input, MatrixMut::new(residual, rows, hidden), true);
-
-            let stream = Matrix::new(residual, rows, hidden);
-            device.rms_norm(
-                stream,
-                &layer.mlp_norm,
-                eps,
-                MatrixMut::new(normed, rows, hidden),
-                rstd,
-            );
-            let input = Matrix::new(normed, rows, hidden);
-            layer
-                .gate
-                .apply(device, input, MatrixMut::new(gate, rows, inner), false);
-            layer
-                .up
-                .apply(device, input, MatrixMut::new(up, rows, inner), false);
-            device.swiglu(gate, up, gated);
-            let input = Matrix::new(gated, rows, inner);
-            layer
-                .down
-                .apply(device, input, MatrixMut::new(residual, rows, hidden), true);
+        mut entering: impl FnMut(u32, &[f32]),
+    ) -> Result<(), Interrupted> {
+        let (rows, hidden) = (tokens.len(), self.config.hidden_size);
+        match &self.embedding {
+            Some(embedding) => self.embed(device, activations, embedding, tokens, peers)?,
+            None => peers.take_over(take(&mut activations.residual, rows * hidden))?,
         }
-        entering(self.layers.len() as u32, residual)
+        for (index, layer) in self.layers.iter().enumerate() {
+            entering(
+                (self.span.start + index) as u32,
+                &activations.residual[..rows * hidden],
+            );
+            self.attend(device, activations, layer, positions, peers, |attending| {
+                attend(index, attending);
+            })?;
+            self.feed_forward(device, activations, layer, rows, peers)?;
+        }
+        if self.shard.is_last() {
+            entering(self.config.layers as u32, &activations.residual[..rows * hidden]);
+            Ok(())
+        } else {
+            peers.pass_on(&activations.residual[..rows * hidden])
+        }
     }
 
-    /// Final norm `[rows, H]` and logits `[rows, V]` of some tokens of the last forward pass.
+    fn embed(
+        &self,
+        device: &impl Device,
+        activations: &mut Activations,
+        embedding: &VocabularyPart,
+        tokens: &[u32],
+        peers: &mut impl Peers,
+    ) -> Result<(), Interrupted> {
+        let (rows, hidden) = (tokens.len(), self.config.hidden_size);
+        let residual = take(&mut activations.residual, rows * hidden);
+        if self.shard.slices == 1 {
+            embedding
+                .linear
+                .gather(device, tokens, MatrixMut::new(residual, rows, hidden));
+        } else {
+            // Every token is in one slice's part; the others add zero to it.
+            let own = tokens.iter().enumerate().filter_map(|(row, &token)| {
+                let id = (token as usize).checked_sub(embedding.ids.start)?;
+                (id < embedding.ids.len()).then_some((row as u32, id as u32))
+            });
+            let (places, ids): (Vec<u32>, Vec<u32>) = own.unzip();
+            let picked = take(&mut activations.update, ids.len() * hidden);
+            embedding
+                .linear
+                .gather(device, &ids, MatrixMut::new(picked, ids.len(), hidden));
+            residual.fill(0.0);
+            device.scatter_add(
+                Matrix::new(picked, ids.len(), hidden),
+                &places,
+                MatrixMut::new(residual, rows, hidden),
+            );
+            peers.sum(residual)?;
+        }
+        if self.config.embedding_scale != 1.0 {
+            device.scale(residual, self.config.embedding_scale);
+        }
+        Ok(())
+    }
+
+    fn attend(
+        &self,
+        device: &impl Device,
+        activations: &mut Activations,
+        layer: &Layer,
+        positions: &[u32],
+        peers: &mut impl Peers,
+        attend: impl FnOnce(Attending<'_>),
+    ) -> Result<(), Interrupted> {
+        let (rows, hidden, eps) = (positions.len(), self.config.hidden_size, self.config.rms_norm_eps);
+        self.norm(device, activations, &layer.input_norm, rows);
+        let block = &layer.attention;
+        let normed = std::mem::take(&mut activations.normed);
+        let input = Matrix::new(&normed[..rows * hidden], rows, hidden);
+        block.project(device, activations, input, eps, &self.rotations, positions);
+        activations.normed = normed;
+        let shape = block.shape();
+        let attended = take(&mut activations.attended, rows * shape.output_width());
+        attend(Attending {
+            block,
+            q: &activations.q[..rows * shape.query_width()],
+            k: &activations.k[..rows * shape.key_width()],
+            v: &activations.v[..rows * shape.value_width()],
+            out: attended,
+            lse: take(&mut activations.lse, rows * shape.heads),
+        });
+        let input = Matrix::new(attended, rows, shape.output_width());
+        let residual = &mut activations.residual[..rows * hidden];
+        if self.adds_at_once(layer.attention_norm.as_ref()) {
+            block.output().apply(device, input, residual, true);
+            return Ok(());
+        }
+        let update = take(&mut activations.update, rows * hidden);
+        block.output().apply(device, input, update, false);
+        self.add_update(device, activations, layer.attention_norm.as_deref(), rows, peers)
+    }
+
+    fn feed_forward(
+        &self,
+        device: &impl Device,
+        activations: &mut Activations,
+        layer: &Layer,
+        rows: usize,
+        peers: &mut impl Peers,
+    ) -> Result<(), Interrupted> {
+        let hidden = self.config.hidden_size;
+        self.norm(device, activations, &layer.mlp_norm, rows);
+        let Activations {
+            residual,
+            normed,
+            mlp,
+            update,
+            ..
+        } = activations;
+        let input = Matrix::new(&normed[..rows * hidden], rows, hidden);
+        if self.adds_at_once(layer.output_norm.as_ref()) {
+            layer
+                .mlp
+                .apply(device, mlp, input, &mut residual[..rows * hidden], true);
+            return Ok(());
+        }
+        layer
+            .mlp
+            .apply(device, mlp, input, take(update, rows * hidden), false);
+        self.add_update(device, activations, layer.output_norm.as_deref(), rows, peers)
+    }
+
+    /// Whether a product can be added to the residual stream as it is computed.
+    fn adds_at_once(&self, norm: Option<&Vec<f32>>) -> bool {
+        self.shard.slices == 1 && norm.is_none()
+    }
+
+    /// Adds what all slices came to, normed if the family does so, to the residual stream.
+    fn add_update(
+        &self,
+        device: &impl Device,
+        activations: &mut Activations,
+        norm: Option<&[f32]>,
+        rows: usize,
+        peers: &mut impl Peers,
+    ) -> Result<(), Interrupted> {
+        let hidden = self.config.hidden_size;
+        let Activations {
+            residual,
+            normed,
+            rstd,
+            update,
+            ..
+        } = activations;
+        let (residual, update) = (&mut residual[..rows * hidden], &mut update[..rows * hidden]);
+        if self.shard.slices > 1 {
+            peers.sum(update)?;
+        }
+        match norm {
+            Some(weight) => {
+                let normed = take(normed, rows * hidden);
+                device.rms_norm(
+                    Matrix::new(update, rows, hidden),
+                    weight,
+                    self.config.rms_norm_eps,
+                    MatrixMut::new(normed, rows, hidden),
+                    take(rstd, rows),
+                );
+                device.add(residual, normed);
+            }
+            None => device.add(residual, update),
+        }
+        Ok(())
+    }
+
+    /// Norms the residual stream.
+    fn norm(&self, device: &impl Device, activations: &mut Activations, weight: &[f32], rows: usize) {
+        let hidden = self.config.hidden_size;
+        device.rms_norm(
+            Matrix::new(&activations.residual[..rows * hidden], rows, hidden),
+            weight,
+            self.config.rms_norm_eps,
+            MatrixMut::new(take(&mut activations.normed, rows * hidden), rows, hidden),
+            take(&mut activations.rstd, rows),
+        );
+    }
+
+    /// Final norm `[rows, H]` and logits `[rows, ids]` of some tokens of the last forward pass; the logits' ids.
+    ///
+    /// # Panics
+    /// If this is not the last stage.
     pub(super) fn logits(
         &self,
         device: &impl Device,
@@ -241,28 +379,31 @@ impl Decoder {
         tokens: &[u32],
         normed: &mut Vec<f32>,
         logits: &mut Vec<f32>,
-    ) {
-        let (rows, hidden, vocab) = (tokens.len(), self.config.hidden_size, self.config.vocab_size);
+    ) -> Range<usize> {
+        let head = self
+            .head
+            .as_ref()
+            .expect("only the last stage is asked for logits");
+        let (rows, hidden) = (tokens.len(), self.config.hidden_size);
         let passed = activations.residual.len() / hidden;
-        let stream = Matrix::new(&activations.residual, passed, hidden);
+        let stream = Matrix::new(&activations.residual[..passed * hidden], passed, hidden);
         let picked = take(&mut activations.head_input, rows * hidden);
         device.gather(stream, tokens, MatrixMut::new(picked, rows, hidden));
         let normed = take(normed, rows * hidden);
-        let rstd = take(&mut activations.rstd, rows);
-        let eps = self.config.rms_norm_eps;
         device.rms_norm(
             Matrix::new(picked, rows, hidden),
-            &self.final_norm,
-            eps,
+            &head.norm,
+            self.config.rms_norm_eps,
             MatrixMut::new(normed, rows, hidden),
-            rstd,
+            take(&mut activations.rstd, rows),
         );
-        let input = Matrix::new(normed, rows, hidden);
-        self.head().apply(
-            device,
-            input,
-            MatrixMut::new(take(logits, rows * vocab), rows, vocab),
-            false,
-        );
+        let logits = take(logits, rows * head.part.ids.len());
+        head.part
+            .linear
+            .apply(device, Matrix::new(normed, rows, hidden), logits, false);
+        if let Some(cap) = self.config.logit_softcap {
+            device.softcap(logits, cap);
+        }
+        head.part.ids.clone()
     }
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::ConfigError;
+use super::{ConfigError, Interrupted};
 use crate::device::ThreadsError;
 use crate::weights::WeightsError;
 
@@ -75,6 +75,18 @@ pub enum VerifierError {
         /// Which prompt, from 0.
         prompt: usize,
     },
+    /// The other shards of the verifier do not answer; the row can be computed again.
+    #[error(transparent)]
+    Interrupted(#[from] Interrupted),
+    /// The hidden states are not what a draft takes them for.
+    #[error(
+        "the verifier fails its self-check: {what}; nothing can be learnt from such states: \
+         check that config.json belongs to these weights, and report it with the name of the model"
+    )]
+    SelfCheck {
+        /// What disagrees.
+        what: String,
+    },
     /// A document's states overflowed or became NaN.
     #[error(
         "the hidden states of document {document} are not finite where they enter layer {layer}; \
@@ -94,6 +106,14 @@ pub enum LayoutProblem {
     /// It is missing, of another shape or of another dtype.
     #[error(transparent)]
     Weights(#[from] WeightsError),
+    /// It cannot be cut into so many slices.
+    #[error("the verifier cannot be cut into {slices} slices: {reason}; choose another verifier.tensor")]
+    Slices {
+        /// Slices asked for.
+        slices: u16,
+        /// Why not.
+        reason: String,
+    },
     /// It is there, in a layer that is computed, but the computation does not know it.
     #[error(
         "tensor `{tensor}` of `{file}` is not used by model_type `{model_type}`; correct model_type in config.json"

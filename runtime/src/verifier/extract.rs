@@ -1,13 +1,16 @@
 //! Loading a verifier, and the hidden states of packed rows.
 
+use std::ops::Range;
 use std::path::Path;
 
 use half::bf16;
 
-use super::decoder::{Activations, Attending, Decoder};
+use super::activations::Activations;
+use super::decoder::{Attending, Decoder};
+use super::shard::{Peers, Shard};
 use super::{VerifierConfig, VerifierError, VerifierFiles};
 use crate::contract::HiddenDtype;
-use crate::device::{Attention, AttentionInputs, AttentionPlan, Cpu, Device, RotaryTable};
+use crate::device::{AttentionInputs, AttentionPlan, Cpu, Device};
 use crate::digest::Digest;
 use crate::row::{HiddenStates, PackedRow};
 use crate::weights::WeightsError;
@@ -19,29 +22,31 @@ pub struct VerifierOptions {
     pub threads: usize,
     /// Layers whose input is captured, ascending, `1..=n`; `None` is `[2, n/2, n-3]`.
     pub aux_layers: Option<Vec<u32>>,
+    /// The part of the verifier that is loaded.
+    pub shard: Shard,
 }
 
 impl Default for VerifierOptions {
-    /// One thread and the default layers.
+    /// The whole verifier on one thread, with the default layers.
     fn default() -> Self {
         Self {
             threads: 1,
             aux_layers: None,
+            shard: Shard::WHOLE,
         }
     }
 }
 
-/// A verifier on a device.
+/// A verifier on a device, or a shard of one.
 pub struct Verifier<D: Device = Cpu> {
     pub(super) device: D,
+    pub(super) files: VerifierFiles,
     pub(super) decoder: Decoder,
     pub(super) activations: Activations,
-    pub(super) rotary: RotaryTable,
     pub(super) normed: Vec<f32>,
     pub(super) logits: Vec<f32>,
     positions: Vec<u32>,
     aux_layers: Vec<u32>,
-    digest: Digest,
 }
 
 impl Verifier<Cpu> {
@@ -50,12 +55,17 @@ impl Verifier<Cpu> {
     /// # Errors
     /// When configuration, weights or aux layers are unusable; all problems of the weights are reported at once.
     pub fn load(folder: impl AsRef<Path>, options: VerifierOptions) -> Result<Self, VerifierError> {
-        Self::load_on(Cpu::new(options.threads)?, folder, options.aux_layers)
+        Self::load_on(
+            Cpu::new(options.threads)?,
+            folder,
+            options.aux_layers,
+            options.shard,
+        )
     }
 }
 
 impl<D: Device> Verifier<D> {
-    /// Loads the verifier in `folder` for a device; `aux_layers` as in [`VerifierOptions`].
+    /// Loads the verifier in `folder`, or a shard of it, for a device; `aux_layers` as in [`VerifierOptions`].
     ///
     /// # Errors
     /// As [`Verifier::load`].
@@ -63,24 +73,24 @@ impl<D: Device> Verifier<D> {
         device: D,
         folder: impl AsRef<Path>,
         aux_layers: Option<Vec<u32>>,
+        shard: Shard,
     ) -> Result<Self, VerifierError> {
         let files = VerifierFiles::open(folder)?;
-        files.check()?;
         let aux_layers = match aux_layers {
             Some(ids) => ids,
             None => files.config().default_aux_layers(),
         };
+        let decoder = files.decoder(shard)?;
         check_aux_layers(&aux_layers, files.config().layers)?;
         Ok(Self {
             device,
-            rotary: RotaryTable::new(&files.config().rope, 0),
-            decoder: Decoder::new(&files)?,
+            decoder,
+            files,
             activations: Activations::default(),
             normed: Vec::new(),
             logits: Vec::new(),
             positions: Vec::new(),
             aux_layers,
-            digest: files.digest(),
         })
     }
 
@@ -104,50 +114,76 @@ impl<D: Device> Verifier<D> {
         &self.aux_layers
     }
 
-    /// Captured states per token: the aux layers and the last one.
+    /// Captured states per token of the whole verifier: the aux layers and the last one.
     pub fn states_per_token(&self) -> usize {
         self.aux_layers.len() + 1
     }
 
-    /// Digest of config.json and of the names, dtypes and shapes of all tensors.
-    pub fn digest(&self) -> Digest {
-        self.digest
+    /// Which of these states this shard captures.
+    pub fn captured(&self) -> Range<usize> {
+        let span = self.decoder.span();
+        let first = self.aux_layers.partition_point(|&id| (id as usize) < span.start);
+        if self.decoder.shard().is_last() {
+            return first..self.states_per_token();
+        }
+        first..self.aux_layers.partition_point(|&id| (id as usize) < span.end)
     }
 
-    /// The embedding, `[V, H]` in f32.
+    /// The part of the verifier that is loaded.
+    pub fn shard(&self) -> Shard {
+        self.decoder.shard()
+    }
+
+    /// Digest of config.json and of the names, dtypes and shapes of all tensors.
+    pub fn digest(&self) -> Digest {
+        self.files.digest()
+    }
+
+    /// The embedding, `[V, H]` in f32, as it is stored.
     ///
     /// # Errors
-    /// Never for a verifier that loaded; the signature is that of reading a tensor.
+    /// When it is missing, of another shape, or stored in a form that cannot be unpacked.
     pub fn embedding(&self) -> Result<Vec<f32>, WeightsError> {
-        Ok(self.decoder.embedding().stored().to_f32()?.into_owned())
+        Ok(self.files.embedding()?.to_f32()?.into_owned())
     }
 
     /// Rows of the head, `[ids, H]` in f32.
     ///
     /// # Errors
-    /// When an id is outside the vocabulary.
+    /// As [`Self::embedding`], and when an id is outside the vocabulary.
     pub fn head_rows(&self, ids: &[u32]) -> Result<Vec<f32>, WeightsError> {
-        self.decoder.head().stored().gather_f32(ids)
+        self.files.head()?.gather_f32(ids)
     }
 
-    /// Weight of the final norm, `[H]`.
-    pub fn final_norm(&self) -> Vec<f32> {
-        self.decoder.final_norm().to_vec()
+    /// What the final norm multiplies by, `[H]`.
+    ///
+    /// # Errors
+    /// As [`Self::embedding`].
+    pub fn final_norm(&self) -> Result<Vec<f32>, WeightsError> {
+        self.files.final_norm()
     }
 
     /// Hidden states of a row, `[tokens, states, H]`: what enters each aux layer, then what leaves the last layer before
-    /// the final norm. Positions start at 0 in every document.
+    /// the final norm; of these the ones that this shard captures. Positions start at 0 in every document.
     ///
     /// # Errors
-    /// When the row is inconsistent, a token is outside the vocabulary, or a state is not finite in `dtype`.
-    pub fn extract(&mut self, row: &PackedRow, dtype: HiddenDtype) -> Result<HiddenStates, VerifierError> {
-        let (hidden, states) = (self.hidden_size(), self.states_per_token());
-        let mut captured = HiddenStates::zeros(dtype, row.len(), states, hidden);
-        let aux_layers = self.aux_layers.clone();
+    /// When the row is inconsistent, a token is outside the vocabulary, a state of this shard is not finite in `dtype`, or
+    /// the other shards do not answer. A shard whose states are not finite still passes them on.
+    pub fn extract(
+        &mut self,
+        row: &PackedRow,
+        dtype: HiddenDtype,
+        peers: &mut impl Peers,
+    ) -> Result<HiddenStates, VerifierError> {
+        let (hidden, own) = (self.hidden_size(), self.captured());
+        let mut captured = HiddenStates::zeros(dtype, row.len(), own.len(), hidden);
         let last = self.config().layers as u32;
-        self.run(row, dtype, |layer, residual| {
-            let slots = aux_layers.iter().copied().chain([last]).enumerate();
-            for (state, _) in slots.filter(|&(_, id)| id == layer) {
+        let slots: Vec<u32> = self.aux_layers.iter().copied().chain([last]).collect();
+        self.run(row, dtype, peers, |layer, residual| {
+            for (state, slot) in own.clone().enumerate() {
+                if slots[slot] != layer {
+                    continue;
+                }
                 for (token, values) in residual.chunks_exact(hidden).enumerate() {
                     captured.set(token, state, values);
                 }
@@ -156,41 +192,76 @@ impl<D: Device> Verifier<D> {
         Ok(captured)
     }
 
-    /// The residual stream of a row entering each layer and leaving the last, each `[tokens, H]`; `layers + 1` of them.
+    /// The residual stream of a row entering each layer of this shard, each `[tokens, H]`, and leaving the last layer of all.
     ///
     /// # Errors
     /// As [`Self::extract`].
-    pub fn residuals(&mut self, row: &PackedRow) -> Result<Vec<Vec<f32>>, VerifierError> {
+    pub fn residuals(
+        &mut self,
+        row: &PackedRow,
+        peers: &mut impl Peers,
+    ) -> Result<Vec<Vec<f32>>, VerifierError> {
         let mut residuals = Vec::new();
-        self.run(row, HiddenDtype::F32, |_, residual| {
+        self.run(row, HiddenDtype::F32, peers, |_, residual| {
             residuals.push(residual.to_vec())
         })?;
         Ok(residuals)
     }
 
-    /// Final norm `[tokens, H]` and logits `[tokens, V]` of a row.
+    /// Final norm `[tokens, H]` and logits `[tokens, V]` of a row; both empty where this is not the last stage.
     ///
     /// # Errors
     /// As [`Self::extract`].
-    pub fn logits(&mut self, row: &PackedRow) -> Result<(Vec<f32>, Vec<f32>), VerifierError> {
-        self.run(row, HiddenDtype::F32, |_, _| ())?;
+    pub fn logits(
+        &mut self,
+        row: &PackedRow,
+        peers: &mut impl Peers,
+    ) -> Result<(Vec<f32>, Vec<f32>), VerifierError> {
+        self.run(row, HiddenDtype::F32, peers, |_, _| ())?;
+        if !self.shard().is_last() {
+            return Ok((Vec::new(), Vec::new()));
+        }
         let all: Vec<u32> = (0..row.len() as u32).collect();
-        let (mut normed, mut logits) = (Vec::new(), Vec::new());
+        let (mut normed, mut part) = (Vec::new(), Vec::new());
+        let (vocab, shard) = (self.vocab_size(), self.shard());
         let Self {
             device,
             decoder,
             activations,
             ..
         } = self;
-        device.install(|| decoder.logits(device, activations, &all, &mut normed, &mut logits));
+        let ids = device.install(|| decoder.logits(device, activations, &all, &mut normed, &mut part));
+        if shard.slices == 1 {
+            return Ok((normed, part));
+        }
+        // Parts differ by one id at most; to be joined they must be equally long.
+        let width = vocab.div_ceil(usize::from(shard.slices));
+        let mut padded = vec![0.0; row.len() * width];
+        for (padded, part) in padded
+            .chunks_exact_mut(width)
+            .zip(part.chunks_exact(ids.len().max(1)))
+        {
+            padded[..ids.len()].copy_from_slice(part);
+        }
+        let mut joined = Vec::new();
+        peers.gather(&padded, &mut joined)?;
+        let mut logits = vec![0.0; row.len() * vocab];
+        for slice in 0..shard.slices {
+            let ids = Shard { slice, ..shard }.slice_of(vocab, 1);
+            let part = &joined[usize::from(slice) * padded.len()..][..padded.len()];
+            for (logits, part) in logits.chunks_exact_mut(vocab).zip(part.chunks_exact(width)) {
+                logits[ids.clone()].copy_from_slice(&part[..ids.len()]);
+            }
+        }
         Ok((normed, logits))
     }
 
-    /// Runs all layers over a row; `capture` sees what enters each layer and what leaves the last.
+    /// Runs the layers over a row; `capture` sees what enters each layer and what leaves the last.
     fn run(
         &mut self,
         row: &PackedRow,
         dtype: HiddenDtype,
+        peers: &mut impl Peers,
         mut capture: impl FnMut(u32, &[f32]) + Send,
     ) -> Result<(), VerifierError> {
         if !row.is_consistent() {
@@ -209,32 +280,39 @@ impl<D: Device> Verifier<D> {
         self.positions.clear();
         self.positions
             .extend(row.document_lengths.iter().flat_map(|&length| 0..length));
-        self.reach_position(row.document_lengths.iter().copied().max().unwrap_or(0) as usize);
+        let longest = row.document_lengths.iter().copied().max().unwrap_or(0);
+        self.decoder.reach_position(longest as usize);
 
         let every_row: Vec<u32> = (0..row.len() as u32).collect();
-        let plan = AttentionPlan::new(row.documents(), &every_row, self.config().sliding_window);
+        let plans = Plans::new(&self.decoder, |window| {
+            AttentionPlan::new(row.documents(), &every_row, window)
+        });
         let largest = largest_magnitude(dtype);
         let Self {
             device,
             decoder,
             activations,
-            rotary,
             positions,
             ..
         } = self;
-        let attention = Attention {
-            shape: decoder.attention_shape(),
-            plan: &plan,
-            diagonals: 0,
-        };
         let hidden = decoder.config().hidden_size;
+        // A shard that finds a fault goes on, for the others wait for what it passes on.
+        let mut fault = None;
         device.install(|| {
             decoder.forward(
                 device,
                 activations,
-                rotary,
                 (&row.tokens, positions),
-                |_, Attending { q, k, v, out, lse }| {
+                peers,
+                |_,
+                 Attending {
+                     block,
+                     q,
+                     k,
+                     v,
+                     out,
+                     lse,
+                 }| {
                     let inputs = AttentionInputs {
                         q,
                         k,
@@ -242,22 +320,17 @@ impl<D: Device> Verifier<D> {
                         k_diagonal: &[],
                         v_diagonal: &[],
                     };
-                    device.attention(&attention, &inputs, out, lse);
+                    device.attention(&block.call(plans.of(block.window())), &inputs, out, lse);
                 },
                 |layer, residual| {
-                    check_finite(residual, hidden, row.documents(), layer, largest)?;
+                    if fault.is_none() {
+                        fault = check_finite(residual, hidden, row.documents(), layer, largest).err();
+                    }
                     capture(layer, residual);
-                    Ok(())
                 },
             )
-        })
-    }
-
-    /// Makes sure that the rotary table covers positions below `positions`.
-    pub(super) fn reach_position(&mut self, positions: usize) {
-        if self.rotary.positions() < positions {
-            self.rotary = RotaryTable::new(&self.config().rope, positions.next_power_of_two());
-        }
+        })?;
+        fault.map_or(Ok(()), Err)
     }
 
     /// Checks that all tokens of a document are in the vocabulary.
@@ -272,6 +345,28 @@ impl<D: Device> Verifier<D> {
                 vocab_size,
             }),
         }
+    }
+}
+
+/// The attention plans of a pass: one for each window that some layer has.
+pub(super) struct Plans {
+    plans: Vec<(Option<usize>, AttentionPlan)>,
+}
+
+impl Plans {
+    pub(super) fn new(decoder: &Decoder, plan: impl Fn(Option<usize>) -> AttentionPlan) -> Self {
+        let mut plans: Vec<(Option<usize>, AttentionPlan)> = Vec::new();
+        for window in decoder.attentions().map(super::attention::AttentionBlock::window) {
+            if plans.iter().all(|(known, _)| *known != window) {
+                plans.push((window, plan(window)));
+            }
+        }
+        Self { plans }
+    }
+
+    pub(super) fn of(&self, window: Option<usize>) -> &AttentionPlan {
+        let found = self.plans.iter().find(|(known, _)| *known == window);
+        &found.expect("every layer's window has a plan").1
     }
 }
 
@@ -293,7 +388,7 @@ fn check_aux_layers(ids: &[u32], layers: usize) -> Result<(), VerifierError> {
 }
 
 /// The largest value that stays finite when it is rounded to a dtype.
-pub(super) fn largest_magnitude(dtype: HiddenDtype) -> f32 {
+pub(crate) fn largest_magnitude(dtype: HiddenDtype) -> f32 {
     match dtype {
         HiddenDtype::Bf16 => bf16::MAX.to_f32(),
         HiddenDtype::F32 => f32::MAX,

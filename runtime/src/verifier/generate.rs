@@ -8,13 +8,17 @@ use std::ops::Range;
 
 use super::VerifierError;
 use super::decoder::Attending;
-use super::extract::{Verifier, check_finite};
-use crate::device::{Attention, AttentionInputs, AttentionPlan, Device, Matrix};
+use super::extract::{Plans, Verifier, check_finite};
+use super::shard::Peers;
+use crate::device::{AttentionInputs, AttentionPlan, Device, Matrix};
 
 /// Prompt tokens that enter the decoder together, at least one prompt; bounds the activations.
 const PREFILL_TOKENS: usize = 2048;
 
-/// Keys and values of one layer, `[tokens of all stretches, kv_heads · head_dim]` each.
+/// Stands for a next token where the states are not finite, so that all shards learn of it.
+const NOT_FINITE: u32 = u32::MAX;
+
+/// Keys `[tokens of all stretches, kv_heads · head_dim]` and values `[tokens, kv_heads · value_dim]` of one layer.
 struct LayerCache {
     k: Vec<f32>,
     v: Vec<f32>,
@@ -34,15 +38,18 @@ impl<D: Device> Verifier<D> {
     /// The most likely continuation of each prompt, token by token, until a stop id or `max_new_tokens`.
     ///
     /// A stop id ends the answer and is its last token. The first of several equally likely tokens is taken. All prompts
-    /// run together; the cache takes `2 · layers · kv_heads · head_dim · 4` bytes per token of prompts and answers.
+    /// run together; the cache takes `layers · kv_heads · (head_dim + value_dim) · 4` bytes per token of prompts and answers.
+    /// All shards of a verifier return the same.
     ///
     /// # Errors
-    /// When a prompt is empty or has a token outside the vocabulary, or a state is not finite (it names the prompt).
+    /// When a prompt is empty or has a token outside the vocabulary, a state is not finite (it names the prompt), or the other
+    /// shards do not answer.
     pub fn generate(
         &mut self,
         prompts: &[Vec<u32>],
         max_new_tokens: usize,
         stop_ids: &[u32],
+        peers: &mut impl Peers,
     ) -> Result<Vec<Vec<u32>>, VerifierError> {
         for (prompt, tokens) in prompts.iter().enumerate() {
             if tokens.is_empty() {
@@ -64,12 +71,13 @@ impl<D: Device> Verifier<D> {
                 start..end
             })
             .collect();
-        self.reach_position(stretches.iter().map(|stretch| stretch.len()).max().unwrap_or(0));
-        let width = self.decoder.attention_shape().key_width();
-        let mut cache: Vec<LayerCache> = (0..self.config().layers)
-            .map(|_| LayerCache {
-                k: vec![0.0; end * width],
-                v: vec![0.0; end * width],
+        let longest = stretches.iter().map(|stretch| stretch.len()).max().unwrap_or(0);
+        self.decoder.reach_position(longest);
+        let shapes = self.decoder.attentions().map(|block| block.shape());
+        let mut cache: Vec<LayerCache> = shapes
+            .map(|shape| LayerCache {
+                k: vec![0.0; end * shape.key_width()],
+                v: vec![0.0; end * shape.value_width()],
             })
             .collect();
 
@@ -97,7 +105,7 @@ impl<D: Device> Verifier<D> {
             } else {
                 group
             };
-            let chosen = self.advance(&group, &stretches, &mut cache)?;
+            let chosen = self.advance(&group, &stretches, &mut cache, peers)?;
             for (advance, token) in group.into_iter().zip(chosen) {
                 let answer = &mut answers[advance.sequence];
                 answer.push(token);
@@ -120,6 +128,7 @@ impl<D: Device> Verifier<D> {
         group: &[Advance],
         stretches: &[Range<usize>],
         cache: &mut [LayerCache],
+        peers: &mut impl Peers,
     ) -> Result<Vec<u32>, VerifierError> {
         let tokens: Vec<u32> = group
             .iter()
@@ -144,40 +153,40 @@ impl<D: Device> Verifier<D> {
             .collect();
         let last_rows: Vec<u32> = documents.iter().map(|range| range.end as u32 - 1).collect();
 
-        let plan = AttentionPlan::new(
-            stretches.iter().cloned(),
-            &cache_rows,
-            self.config().sliding_window,
-        );
-        let (hidden, vocab) = (self.hidden_size(), self.vocab_size());
+        let plans = Plans::new(&self.decoder, |window| {
+            AttentionPlan::new(stretches.iter().cloned(), &cache_rows, window)
+        });
+        let hidden = self.hidden_size();
         let Self {
             device,
             decoder,
             activations,
-            rotary,
-            normed,
-            logits,
             ..
         } = self;
-        let shape = decoder.attention_shape();
-        let attention = Attention {
-            shape,
-            plan: &plan,
-            diagonals: 0,
-        };
-        let width = shape.key_width();
+        let mut fault: Option<(usize, u32)> = None;
         device.install(|| {
             decoder.forward(
                 device,
                 activations,
-                rotary,
                 (&tokens, &positions),
-                |layer, Attending { q, k, v, out, lse }| {
+                peers,
+                |layer,
+                 Attending {
+                     block,
+                     q,
+                     k,
+                     v,
+                     out,
+                     lse,
+                 }| {
                     let cache = &mut cache[layer];
+                    let (key_width, value_width) = (block.shape().key_width(), block.shape().value_width());
                     for (row, &cache_row) in cache_rows.iter().enumerate() {
-                        let (from, to) = (row * width, cache_row as usize * width);
-                        cache.k[to..to + width].copy_from_slice(&k[from..from + width]);
-                        cache.v[to..to + width].copy_from_slice(&v[from..from + width]);
+                        let cache_row = cache_row as usize;
+                        cache.k[cache_row * key_width..][..key_width]
+                            .copy_from_slice(&k[row * key_width..][..key_width]);
+                        cache.v[cache_row * value_width..][..value_width]
+                            .copy_from_slice(&v[row * value_width..][..value_width]);
                     }
                     let inputs = AttentionInputs {
                         q,
@@ -186,27 +195,88 @@ impl<D: Device> Verifier<D> {
                         k_diagonal: &[],
                         v_diagonal: &[],
                     };
-                    device.attention(&attention, &inputs, out, lse);
+                    device.attention(&block.call(plans.of(block.window())), &inputs, out, lse);
                 },
                 |layer, residual| {
-                    check_finite(residual, hidden, documents.iter().cloned(), layer, f32::MAX).map_err(
-                        |error| match error {
-                            VerifierError::NonFinite { document, layer } => VerifierError::NonFinite {
-                                document: group[document].sequence,
-                                layer,
-                            },
-                            other => other,
-                        },
-                    )
+                    let documents = documents.iter().cloned();
+                    let found = check_finite(residual, hidden, documents, layer, f32::MAX);
+                    if let (None, Err(VerifierError::NonFinite { document, layer })) = (fault, found) {
+                        fault = Some((document, layer));
+                    }
                 },
-            )?;
-            decoder.logits(device, activations, &last_rows, normed, logits);
-            let mut chosen = vec![0; group.len()];
-            device.argmax(
-                Matrix::new(&logits[..group.len() * vocab], group.len(), vocab),
-                &mut chosen,
-            );
-            Ok(chosen)
-        })
+            )
+        })?;
+        let mut chosen = vec![0; group.len()];
+        if self.shard().is_last() {
+            self.choose(&last_rows, &mut chosen, peers)?;
+            // What is not finite once stays so, so the last stage knows of every prompt that went wrong anywhere.
+            for (document, chosen) in chosen.iter_mut().enumerate() {
+                if fault.is_some_and(|(first, _)| first == document) {
+                    *chosen = NOT_FINITE;
+                }
+            }
+        }
+        peers.announce(&mut chosen)?;
+        match chosen.iter().position(|&token| token == NOT_FINITE) {
+            None => Ok(chosen),
+            Some(document) => Err(VerifierError::NonFinite {
+                document: group[document].sequence,
+                layer: match fault {
+                    Some((found, layer)) if found == document => layer,
+                    _ => self.config().layers as u32,
+                },
+            }),
+        }
+    }
+
+    /// The most likely next token after each of these rows of the last pass, whichever slice has it.
+    fn choose(
+        &mut self,
+        rows: &[u32],
+        chosen: &mut [u32],
+        peers: &mut impl Peers,
+    ) -> Result<(), VerifierError> {
+        let slices = self.shard().slices;
+        let Self {
+            device,
+            decoder,
+            activations,
+            normed,
+            logits,
+            ..
+        } = self;
+        let ids = device.install(|| {
+            let ids = decoder.logits(device, activations, rows, normed, logits);
+            let own = &logits[..rows.len() * ids.len()];
+            device.argmax(Matrix::new(own, rows.len(), ids.len()), chosen);
+            ids
+        });
+        if slices == 1 {
+            return Ok(());
+        }
+        // A pair each: the largest logit and, exact in f32 up to 16 million, its place in this slice.
+        let best = chosen
+            .iter()
+            .enumerate()
+            .flat_map(|(row, &id)| [logits[row * ids.len() + id as usize], id as f32]);
+        let best: Vec<f32> = best.collect();
+        let mut all = Vec::new();
+        peers.gather(&best, &mut all)?;
+        let vocab = self.vocab_size();
+        for (row, chosen) in chosen.iter_mut().enumerate() {
+            let mut largest = f32::NEG_INFINITY;
+            for slice in 0..slices {
+                let shard = super::Shard {
+                    slice,
+                    ..self.shard()
+                };
+                let pair = &all[usize::from(slice) * best.len() + 2 * row..][..2];
+                // The first of several equally likely tokens is taken, as in a verifier that is not cut.
+                if slice == 0 || pair[0] > largest {
+                    (largest, *chosen) = (pair[0], shard.slice_of(vocab, 1).start as u32 + pair[1] as u32);
+                }
+            }
+        }
+        Ok(())
     }
 }

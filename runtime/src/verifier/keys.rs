@@ -104,6 +104,11 @@ impl<'a> Keys<'a> {
         });
     }
 
+    /// The names of all keys.
+    pub(super) fn names(&self) -> impl Iterator<Item = &'a str> {
+        self.map.keys().map(String::as_str)
+    }
+
     fn full(&self, key: &str) -> String {
         if self.path.is_empty() {
             key.to_owned()
@@ -138,6 +143,31 @@ impl<'a> Keys<'a> {
                 .as_u64()
                 .filter(|&count| count > 0)
                 .and_then(|count| usize::try_from(count).ok())
+        })
+    }
+
+    /// A whole number, if there.
+    pub(super) fn index(&self, key: &str) -> Option<usize> {
+        self.typed(key, "a whole number", |value| {
+            value.as_u64().and_then(|index| usize::try_from(index).ok())
+        })
+    }
+
+    /// A list of whole numbers, if there.
+    pub(super) fn indices(&self, key: &str) -> Option<Vec<usize>> {
+        self.typed(key, "a list of whole numbers", |value| {
+            let values = value.as_array()?.iter();
+            values
+                .map(|value| value.as_u64().and_then(|index| usize::try_from(index).ok()))
+                .collect()
+        })
+    }
+
+    /// A list of texts, if there.
+    pub(super) fn texts(&self, key: &str) -> Option<Vec<String>> {
+        self.typed(key, "a list of texts", |value| {
+            let values = value.as_array()?.iter();
+            values.map(|value| value.as_str().map(str::to_owned)).collect()
         })
     }
 

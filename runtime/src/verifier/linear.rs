@@ -1,52 +1,126 @@
-//! A stored weight matrix and its product.
+//! A part of a stored weight matrix, and its product.
 
-use crate::device::{Device, Matrix, MatrixMut};
-use crate::weights::{TensorView, WeightsError};
+use std::ops::Range;
+use std::sync::Arc;
 
-/// A weight matrix `[outputs, inputs]` without bias, used where it lies in its file: f32 as it is, bf16 widened block by
-/// block. What cannot be used in place (f16, unaligned files) is widened once.
+use super::stored::Form;
+use crate::device::{Device, Matrix, MatrixMut, StoredMatrix};
+
+/// A stored matrix of which parts can be taken.
+#[derive(Clone, Debug)]
+pub(super) struct Stored {
+    form: Arc<Form>,
+    rows: usize,
+    cols: usize,
+}
+
+impl Stored {
+    /// A form of `[rows, cols]`.
+    pub(super) fn new(form: Form, rows: usize, cols: usize) -> Self {
+        Self {
+            form: Arc::new(form),
+            rows,
+            cols,
+        }
+    }
+
+    /// All of it.
+    pub(super) fn whole(&self) -> Linear {
+        self.part(0..self.rows, 0..self.cols)
+    }
+
+    /// Some consecutive rows and columns.
+    pub(super) fn part(&self, rows: Range<usize>, cols: Range<usize>) -> Linear {
+        assert!(
+            rows.end <= self.rows && cols.end <= self.cols,
+            "rows {rows:?}, columns {cols:?} of {} x {}",
+            self.rows,
+            self.cols
+        );
+        Linear {
+            stored: self.clone(),
+            first: rows.start,
+            step: 1,
+            count: rows.len(),
+            cols,
+            bias: None,
+        }
+    }
+
+    /// Every second row of some rows, from the first or second one on.
+    pub(super) fn every_second(&self, rows: Range<usize>, from: usize) -> Linear {
+        let mut part = self.part(rows, 0..self.cols);
+        (part.first, part.step) = (part.first + from, 2);
+        part.count = (part.count - from).div_ceil(2);
+        part
+    }
+}
+
+/// A weight matrix `[outputs, inputs]`, used where it lies in its file, and perhaps a bias `[outputs]`.
 #[derive(Debug)]
 pub(super) struct Linear {
-    stored: TensorView,
-    widened: Option<Vec<f32>>,
+    stored: Stored,
+    first: usize,
+    step: usize,
+    count: usize,
+    cols: Range<usize>,
+    bias: Option<Vec<f32>>,
 }
 
 impl Linear {
-    /// Takes a tensor of two dimensions and a float dtype.
-    pub(super) fn new(stored: TensorView) -> Result<Self, WeightsError> {
-        let in_place = stored.as_f32().is_some() || stored.as_bf16().is_some();
-        let widened = if in_place {
-            None
-        } else {
-            Some(stored.to_f32()?.into_owned())
-        };
-        Ok(Self { stored, widened })
+    /// The same with a bias.
+    pub(super) fn with_bias(self, bias: Option<Vec<f32>>) -> Self {
+        Self { bias, ..self }
     }
 
-    /// The tensor as it is stored.
-    pub(super) fn stored(&self) -> &TensorView {
-        &self.stored
+    /// Number of outputs.
+    pub(super) fn outputs(&self) -> usize {
+        self.count
     }
 
-    fn f32_matrix(&self) -> Matrix<'_> {
-        let values = self.widened.as_deref().or_else(|| self.stored.as_f32());
-        let values = values.expect("a matrix that is not bf16 in place was widened or is f32 in place");
-        Matrix::new(values, self.stored.rows(), self.stored.row_len())
-    }
-
-    /// `y = x·wᵀ`, or `y += x·wᵀ` with `accumulate`; `x` `[rows, inputs]`, `y` `[rows, outputs]`.
-    pub(super) fn apply(&self, device: &impl Device, x: Matrix<'_>, y: MatrixMut<'_>, accumulate: bool) {
-        match self.stored.as_bf16() {
-            Some(weights) => device.gemm_bf16(y, x, weights, accumulate),
-            None => device.gemm(y, x, self.f32_matrix().transposed(), 1.0, accumulate),
+    /// `y = x·wᵀ + bias`, or `y += x·wᵀ + bias` with `accumulate`; `x` `[rows, inputs]`, `y` `[rows, outputs]`.
+    pub(super) fn apply(&self, device: &impl Device, x: Matrix<'_>, y: &mut [f32], accumulate: bool) {
+        let (rows, outputs) = (x.rows(), self.count);
+        device.gemm_stored(MatrixMut::new(y, rows, outputs), x, self, accumulate);
+        if let Some(bias) = &self.bias {
+            device.add_bias(MatrixMut::new(y, rows, outputs), bias);
         }
     }
 
     /// `out[i] = w[rows[i]]`; `out` `[rows, inputs]`.
     pub(super) fn gather(&self, device: &impl Device, rows: &[u32], out: MatrixMut<'_>) {
-        match self.stored.as_bf16() {
-            Some(weights) => device.gather_bf16(weights, rows, out),
-            None => device.gather(self.f32_matrix(), rows, out),
-        }
+        device.gather_stored(self, rows, out);
+    }
+}
+
+impl StoredMatrix for Linear {
+    fn rows(&self) -> usize {
+        self.count
+    }
+
+    fn cols(&self) -> usize {
+        self.cols.len()
+    }
+
+    fn in_place(&self) -> Option<Matrix<'_>> {
+        let whole = self.stored.form.in_place(self.stored.rows, self.stored.cols)?;
+        Some(whole.part(
+            (self.first, self.step, self.count),
+            self.cols.start,
+            self.cols.len(),
+        ))
+    }
+
+    fn unpack(&self, rows: Range<usize>, out: &mut [f32]) {
+        assert!(
+            rows.end <= self.count && out.len() == rows.len() * self.cols.len(),
+            "rows {rows:?} of {self:?} into {} values",
+            out.len()
+        );
+        let first = self.first + rows.start * self.step;
+        let width = self.stored.cols;
+        self.stored
+            .form
+            .unpack((first, self.step), self.cols.clone(), width, out);
     }
 }

@@ -11,6 +11,8 @@
 use std::fmt;
 use std::ops::Range;
 
+use super::VerifierConfig;
+
 /// The part of a verifier that one rank holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shard {
@@ -47,6 +49,19 @@ impl Shard {
         }
     }
 
+    /// The layers of this stage: consecutive ones, cut so that the costliest stage costs as little as it can. A layer costs
+    /// what a token meets of it; the head, which extraction does not need, costs nothing.
+    pub fn layers(&self, config: &VerifierConfig) -> Range<usize> {
+        let costs: Vec<u64> = config
+            .blocks
+            .iter()
+            .map(|layer| layer.active_parameters(config.hidden_size))
+            .collect();
+        let cuts = cuts(&costs, usize::from(self.stages));
+        let stage = usize::from(self.stage);
+        cuts[stage]..cuts[stage + 1]
+    }
+
     /// Whether tokens enter here.
     pub const fn is_first(&self) -> bool {
         self.stage == 0
@@ -81,6 +96,49 @@ impl fmt::Display for Shard {
         } = self;
         write!(f, "stage {stage} of {stages}, slice {slice} of {slices}")
     }
+}
+
+/// Where `costs` are cut into `parts` consecutive parts, the costliest as cheap as can be; `parts + 1` places. As long as there
+/// are enough layers, every part has one.
+fn cuts(costs: &[u64], parts: usize) -> Vec<usize> {
+    let total: u64 = costs.iter().sum();
+    let (mut low, mut high) = (costs.iter().copied().max().unwrap_or(0), total);
+    while low < high {
+        let middle = low + (high - low) / 2;
+        if parts_within(costs, middle) <= parts {
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    let mut cuts = vec![0];
+    let mut cost = 0;
+    for (layer, &next) in costs.iter().enumerate() {
+        // The parts to come need a layer each.
+        let left = parts.saturating_sub(cuts.len());
+        let must_leave_room = costs.len() - layer <= left && layer > cuts[cuts.len() - 1];
+        if cuts.len() < parts && layer > 0 && (cost + next > low || must_leave_room) {
+            cuts.push(layer);
+            cost = 0;
+        }
+        cost += next;
+    }
+    cuts.resize(parts, costs.len());
+    cuts.push(costs.len());
+    cuts
+}
+
+/// Parts that are filled one after the other up to `limit` each.
+fn parts_within(costs: &[u64], limit: u64) -> usize {
+    let (mut parts, mut cost) = (1, 0);
+    for &next in costs {
+        if cost + next > limit {
+            parts += 1;
+            cost = 0;
+        }
+        cost += next;
+    }
+    parts
 }
 
 /// The other shards of the verifier do not answer; what was under way is void.
@@ -140,5 +198,45 @@ impl Peers for Alone {
 
     fn announce(&mut self, _: &mut [u32]) -> Result<(), Interrupted> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Shard, cuts};
+
+    #[test]
+    fn stages_are_cut_where_the_costliest_one_is_cheapest() {
+        assert_eq!(cuts(&[1, 1, 1, 1, 1, 1], 3), [0, 2, 4, 6]);
+        assert_eq!(cuts(&[5, 1, 1, 1, 1, 1], 2), [0, 1, 6]);
+        assert_eq!(cuts(&[1, 1, 1, 1, 1, 5], 2), [0, 5, 6]);
+        assert_eq!(cuts(&[3; 7], 1), [0, 7]);
+        // As many layers as stages: one each.
+        assert_eq!(cuts(&[9, 1, 1], 3), [0, 1, 2, 3]);
+        assert_eq!(cuts(&[1, 1, 9], 3), [0, 1, 2, 3]);
+        // Kimi-K2.5: a dense layer, then 60 that cost the same.
+        let layers: Vec<u64> = [2].into_iter().chain([3; 60]).collect();
+        let cuts = cuts(&layers, 8);
+        let longest = cuts.windows(2).map(|pair| pair[1] - pair[0]).max();
+        assert_eq!((cuts[8], longest), (61, Some(8)));
+        assert!(cuts.windows(2).all(|pair| pair[0] < pair[1]));
+    }
+
+    #[test]
+    fn slices_cover_everything_once() {
+        for (len, slices) in [(10, 3), (3, 4), (64, 8), (0, 2)] {
+            let mut next = 0;
+            for slice in 0..slices {
+                let range = Shard {
+                    slice,
+                    slices,
+                    ..Shard::WHOLE
+                }
+                .slice_of(len, 1);
+                assert_eq!(range.start, next);
+                next = range.end;
+            }
+            assert_eq!(next, len);
+        }
     }
 }

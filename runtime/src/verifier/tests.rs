@@ -42,7 +42,7 @@ fn message(error: &VerifierError) -> String {
 
 /// The last logits' arg-max of a full forward pass.
 fn most_likely(verifier: &mut Verifier, tokens: &[u32]) -> u32 {
-    let (_, logits) = verifier.logits(&pack(&[tokens.to_vec()])).unwrap();
+    let (_, logits) = verifier.logits(&pack(&[tokens.to_vec()]), &mut Alone).unwrap();
     let last = &logits[logits.len() - VOCAB..];
     (0..VOCAB)
         .rev()
@@ -62,13 +62,15 @@ fn a_packed_row_equals_its_documents_alone() {
             document(4, 1),
             document(5, 33),
         ];
-        let packed = verifier.extract(&pack(&documents), HiddenDtype::F32).unwrap();
+        let packed = verifier
+            .extract(&pack(&documents), HiddenDtype::F32, &mut Alone)
+            .unwrap();
         assert_eq!(packed.states, 4);
         let mut alone = Vec::new();
         for tokens in &documents {
             alone.extend(
                 verifier
-                    .extract(&pack(std::slice::from_ref(tokens)), HiddenDtype::F32)
+                    .extract(&pack(std::slice::from_ref(tokens)), HiddenDtype::F32, &mut Alone)
                     .unwrap()
                     .bytes,
             );
@@ -86,12 +88,13 @@ fn the_number_of_threads_changes_no_bit() {
             VerifierOptions {
                 threads,
                 aux_layers: None,
+                ..VerifierOptions::default()
             },
         );
-        let hidden = verifier.extract(&row, HiddenDtype::F32).unwrap();
-        let again = verifier.extract(&row, HiddenDtype::F32).unwrap();
+        let hidden = verifier.extract(&row, HiddenDtype::F32, &mut Alone).unwrap();
+        let again = verifier.extract(&row, HiddenDtype::F32, &mut Alone).unwrap();
         assert!(hidden == again, "the same row gives the same bits");
-        (hidden, verifier.logits(&row).unwrap())
+        (hidden, verifier.logits(&row, &mut Alone).unwrap())
     };
     let one = run(1);
     for threads in [2, 3] {
@@ -104,7 +107,7 @@ fn answers_equal_repeated_full_passes() {
     for tiny in [Tiny::llama(), Tiny::mistral(4)] {
         let mut verifier = load(&tiny);
         let prompts = [document(1, 9), document(2, 1), document(3, 30), document(4, 2)];
-        let answers = verifier.generate(&prompts, 12, &[]).unwrap();
+        let answers = verifier.generate(&prompts, 12, &[], &mut Alone).unwrap();
         for (prompt, answer) in prompts.iter().zip(&answers) {
             assert_eq!(answer.len(), 12);
             let mut tokens = prompt.clone();
@@ -117,7 +120,9 @@ fn answers_equal_repeated_full_passes() {
                 );
                 tokens.push(token);
             }
-            let alone = verifier.generate(std::slice::from_ref(prompt), 12, &[]).unwrap();
+            let alone = verifier
+                .generate(std::slice::from_ref(prompt), 12, &[], &mut Alone)
+                .unwrap();
             assert_eq!(alone[0], *answer, "alone and in a batch");
         }
         assert!(
@@ -131,13 +136,13 @@ fn answers_equal_repeated_full_passes() {
 fn a_stop_id_ends_one_answer_and_not_the_others() {
     let mut verifier = load(&Tiny::llama());
     let prompts = [document(1, 9), document(2, 5), document(3, 7)];
-    let free = verifier.generate(&prompts, 16, &[]).unwrap();
+    let free = verifier.generate(&prompts, 16, &[], &mut Alone).unwrap();
     // A token that one answer has and another lacks.
     let stop = *free[1]
         .iter()
         .find(|token| !free[0].contains(token))
         .expect("the answers differ");
-    let stopped = verifier.generate(&prompts, 16, &[stop]).unwrap();
+    let stopped = verifier.generate(&prompts, 16, &[stop], &mut Alone).unwrap();
     for (free, stopped) in free.iter().zip(&stopped) {
         let expected = free
             .iter()
@@ -148,10 +153,10 @@ fn a_stop_id_ends_one_answer_and_not_the_others() {
     assert_eq!(stopped[0].len(), 16);
     assert!(stopped[1].len() < 16);
     assert_eq!(
-        verifier.generate(&prompts, 0, &[]).unwrap(),
+        verifier.generate(&prompts, 0, &[], &mut Alone).unwrap(),
         vec![Vec::<u32>::new(); 3]
     );
-    assert!(verifier.generate(&[], 4, &[]).unwrap().is_empty());
+    assert!(verifier.generate(&[], 4, &[], &mut Alone).unwrap().is_empty());
 }
 
 #[test]
@@ -163,10 +168,12 @@ fn long_prompts_are_fed_in_groups() {
         document(3, 2500),
         document(4, 3),
     ];
-    let together = verifier.generate(&prompts, 3, &[]).unwrap();
+    let together = verifier.generate(&prompts, 3, &[], &mut Alone).unwrap();
     for (prompt, answer) in prompts.iter().zip(&together) {
         assert_eq!(
-            verifier.generate(std::slice::from_ref(prompt), 3, &[]).unwrap()[0],
+            verifier
+                .generate(std::slice::from_ref(prompt), 3, &[], &mut Alone)
+                .unwrap()[0],
             *answer
         );
     }
@@ -178,7 +185,7 @@ fn stored_dtypes_give_the_same_bits() {
     let run = |dtype| {
         let mut tiny = Tiny::llama();
         tiny.dtype = dtype;
-        load(&tiny).logits(&row).unwrap()
+        load(&tiny).logits(&row, &mut Alone).unwrap()
     };
     // The tiny weights are exact in all three.
     let wide = run(Dtype::F32);
@@ -195,7 +202,7 @@ fn shards_give_the_same_verifier() {
     let mut single = load(&tiny);
     let row = pack(&[document(1, 20)]);
     assert_eq!(sharded.digest(), single.digest());
-    assert!(sharded.logits(&row).unwrap() == single.logits(&row).unwrap());
+    assert!(sharded.logits(&row, &mut Alone).unwrap() == single.logits(&row, &mut Alone).unwrap());
 }
 
 #[test]
@@ -203,10 +210,11 @@ fn captured_states_are_the_inputs_of_the_aux_layers_and_the_last_output() {
     let options = VerifierOptions {
         threads: 1,
         aux_layers: Some(vec![1, 4, 7]),
+        ..VerifierOptions::default()
     };
     let mut verifier = load_with(&Tiny::llama(), options);
     let row = pack(&[document(1, 20), document(2, 3)]);
-    let residuals = verifier.residuals(&row).unwrap();
+    let residuals = verifier.residuals(&row, &mut Alone).unwrap();
     assert_eq!(residuals.len(), LAYERS + 1);
     let embedding = verifier.embedding().unwrap();
     assert_eq!(
@@ -224,7 +232,7 @@ fn captured_states_are_the_inputs_of_the_aux_layers_and_the_last_output() {
     };
     for dtype in [HiddenDtype::F32, HiddenDtype::Bf16] {
         assert!(
-            verifier.extract(&row, dtype).unwrap() == expected(dtype),
+            verifier.extract(&row, dtype, &mut Alone).unwrap() == expected(dtype),
             "{dtype:?}"
         );
     }
@@ -236,8 +244,8 @@ fn a_window_hides_older_tokens() {
     let tokens = document(1, 20);
     let mut changed = tokens.clone();
     changed[5] = (changed[5] + 1) % VOCAB as u32;
-    let before = verifier.residuals(&pack(&[tokens])).unwrap();
-    let after = verifier.residuals(&pack(&[changed])).unwrap();
+    let before = verifier.residuals(&pack(&[tokens]), &mut Alone).unwrap();
+    let after = verifier.residuals(&pack(&[changed]), &mut Alone).unwrap();
     // One layer carries a token three further, its own place included.
     let differing: Vec<usize> = (0..20)
         .filter(|token| before[1][token * HIDDEN..][..HIDDEN] != after[1][token * HIDDEN..][..HIDDEN])
@@ -251,7 +259,7 @@ fn states_that_are_not_finite_name_document_and_layer() {
     let mut tiny = Tiny::llama();
     tiny.values("model.embed_tokens.weight")[5 * HIDDEN + 3] = f32::NAN;
     let mut verifier = load(&tiny);
-    let error = verifier.extract(&row, HiddenDtype::Bf16).unwrap_err();
+    let error = verifier.extract(&row, HiddenDtype::Bf16, &mut Alone).unwrap_err();
     assert!(
         matches!(
             error,
@@ -263,7 +271,9 @@ fn states_that_are_not_finite_name_document_and_layer() {
         "{}",
         message(&error)
     );
-    let error = verifier.generate(&[vec![1], vec![5]], 2, &[]).unwrap_err();
+    let error = verifier
+        .generate(&[vec![1], vec![5]], 2, &[], &mut Alone)
+        .unwrap_err();
     assert!(
         matches!(
             error,
@@ -276,13 +286,15 @@ fn states_that_are_not_finite_name_document_and_layer() {
     );
     // The verifier is as good as before.
     verifier
-        .extract(&pack(&[vec![1, 2, 3]]), HiddenDtype::Bf16)
+        .extract(&pack(&[vec![1, 2, 3]]), HiddenDtype::Bf16, &mut Alone)
         .unwrap();
 
     let mut tiny = Tiny::llama();
     tiny.values("model.layers.3.mlp.down_proj.weight")
         .fill(f32::INFINITY);
-    let error = load(&tiny).extract(&row, HiddenDtype::F32).unwrap_err();
+    let error = load(&tiny)
+        .extract(&row, HiddenDtype::F32, &mut Alone)
+        .unwrap_err();
     assert!(
         matches!(
             error,
@@ -298,7 +310,7 @@ fn states_that_are_not_finite_name_document_and_layer() {
     let mut tiny = Tiny::llama();
     tiny.values("model.embed_tokens.weight")[6 * HIDDEN] = 3.4e38;
     let mut verifier = load(&tiny);
-    let error = verifier.extract(&row, HiddenDtype::Bf16).unwrap_err();
+    let error = verifier.extract(&row, HiddenDtype::Bf16, &mut Alone).unwrap_err();
     assert!(
         matches!(
             error,
@@ -316,7 +328,7 @@ fn states_that_are_not_finite_name_document_and_layer() {
 fn unusable_rows_and_prompts_are_errors() {
     let mut verifier = load(&Tiny::llama());
     let error = verifier
-        .extract(&pack(&[vec![1], vec![2, 61]]), HiddenDtype::F32)
+        .extract(&pack(&[vec![1], vec![2, 61]]), HiddenDtype::F32, &mut Alone)
         .unwrap_err();
     assert!(matches!(
         error,
@@ -329,7 +341,9 @@ fn unusable_rows_and_prompts_are_errors() {
     ));
     let error = message(&error);
     assert!(error.contains("token 1 of document 1 is 61"), "{error}");
-    let error = verifier.generate(&[vec![1], vec![99]], 1, &[]).unwrap_err();
+    let error = verifier
+        .generate(&[vec![1], vec![99]], 1, &[], &mut Alone)
+        .unwrap_err();
     assert!(
         matches!(
             error,
@@ -342,7 +356,9 @@ fn unusable_rows_and_prompts_are_errors() {
         ),
         "{error}"
     );
-    let error = verifier.generate(&[vec![1], vec![]], 1, &[]).unwrap_err();
+    let error = verifier
+        .generate(&[vec![1], vec![]], 1, &[], &mut Alone)
+        .unwrap_err();
     assert!(
         matches!(error, VerifierError::EmptyPrompt { prompt: 1 }),
         "{error}"
@@ -350,7 +366,7 @@ fn unusable_rows_and_prompts_are_errors() {
 
     let mut row = pack(&[vec![1, 2]]);
     row.document_lengths = vec![3];
-    let error = verifier.extract(&row, HiddenDtype::F32).unwrap_err();
+    let error = verifier.extract(&row, HiddenDtype::F32, &mut Alone).unwrap_err();
     assert!(
         matches!(
             error,
@@ -363,7 +379,9 @@ fn unusable_rows_and_prompts_are_errors() {
         "{error}"
     );
 
-    let empty = verifier.extract(&PackedRow::default(), HiddenDtype::F32).unwrap();
+    let empty = verifier
+        .extract(&PackedRow::default(), HiddenDtype::F32, &mut Alone)
+        .unwrap();
     assert_eq!((empty.tokens(), empty.states), (0, 4));
 }
 
@@ -375,6 +393,7 @@ fn aux_layers_are_checked() {
         let options = VerifierOptions {
             threads: 1,
             aux_layers: Some(ids.clone()),
+            ..VerifierOptions::default()
         };
         let Err(error) = Verifier::load(tiny.folder().path(), options) else {
             panic!("{ids:?}")
@@ -469,7 +488,7 @@ fn frozen_parts_are_those_of_the_verifier() {
         let parts = FrozenParts::load(folder.path(), &ids).unwrap();
         assert_eq!(parts.config, *verifier.config());
         assert_eq!(parts.digest, verifier.digest());
-        assert_eq!(parts.final_norm, verifier.final_norm());
+        assert_eq!(parts.final_norm, verifier.final_norm().unwrap());
         assert_eq!(parts.embedding, verifier.embedding().unwrap());
         assert_eq!(parts.head_rows, verifier.head_rows(&ids).unwrap());
         let head = if tied {
@@ -497,4 +516,47 @@ fn frozen_parts_need_no_other_tensor() {
         message(&error).contains("no tensor `model.norm.weight`"),
         "{error}"
     );
+}
+
+#[test]
+fn the_self_check_passes_and_says_how_close_the_states_are() {
+    for dtype in [HiddenDtype::F32, HiddenDtype::Bf16] {
+        let found = load(&Tiny::llama()).self_check(dtype, &mut Alone).unwrap();
+        assert_eq!((found.tokens, found.logits), (15, 15 * VOCAB));
+        assert!(
+            found.difference > 0.0 && found.difference < found.tolerance / 2.0,
+            "{found:?}"
+        );
+    }
+}
+
+#[test]
+fn the_self_check_finds_what_trains_without_complaint() {
+    let fails = |change: &dyn Fn(&mut Tiny)| {
+        // What a draft reads differs from what the verifier computes with.
+        let mut other = Tiny::llama();
+        change(&mut other);
+        let mut verifier = load(&Tiny::llama());
+        verifier.files = VerifierFiles::open(other.folder().path()).unwrap();
+        message(&verifier.self_check(HiddenDtype::Bf16, &mut Alone).unwrap_err())
+    };
+    let forgotten_norm = fails(&|tiny| tiny.values("model.norm.weight").fill(1.0));
+    assert!(
+        forgotten_norm.contains("differs from the verifier's own logits"),
+        "{forgotten_norm}"
+    );
+    fails(&|tiny| tiny.values("lm_head.weight").rotate_left(HIDDEN));
+    fails(&|tiny| {
+        tiny.values("model.norm.weight")
+            .iter_mut()
+            .for_each(|weight| *weight += 1.0)
+    });
+}
+
+#[test]
+fn a_head_that_bends_its_logits_is_refused() {
+    let mut tiny = Tiny::llama();
+    tiny.config["final_logit_softcapping"] = json!(30.0);
+    let error = load(&tiny).self_check(HiddenDtype::F32, &mut Alone).unwrap_err();
+    assert!(message(&error).contains("bent below 30"), "{error}");
 }

@@ -323,15 +323,24 @@ fn prune_keeps_the_newest_and_named_ones() {
     let fill = |path: &Path| state(5, 10).save(&path.join(STATE_FILE), layout());
     folder.write_named("final", fill).expect("a named checkpoint");
     verify(&run.path().join("final")).expect("whole");
-    assert_eq!(folder.prune(7).expect("nothing to do"), []);
-    assert_eq!(folder.prune(3).expect("pruned"), [Step(1), Step(2)]);
+    assert_eq!(folder.prune(7, None).expect("nothing to do"), []);
+    assert_eq!(folder.prune(3, None).expect("pruned"), [Step(1), Step(2)]);
     assert_eq!(
         names(run.path()),
         ["final", "latest", "step-000003", "step-000004", "step-000005"]
     );
+    // The journal knows an older one only: the newer ones are of a launch that was cut off.
+    write(&folder, 2);
+    write(&folder, 5);
+    assert_eq!(folder.prune(2, Some(Step(2))).expect("pruned"), [Step(3)]);
+    assert_eq!(
+        names(run.path()),
+        ["final", "latest", "step-000002", "step-000004", "step-000005"]
+    );
+    assert_eq!(folder.prune(2, None).expect("pruned"), [Step(2)]);
     // A run that fell back to step 3 writes it anew: `latest` points there, and it stays.
     write(&folder, 3);
-    assert_eq!(folder.prune(0).expect("pruned"), [Step(4)]);
+    assert_eq!(folder.prune(0, None).expect("pruned"), [Step(4)]);
     assert_eq!(
         names(run.path()),
         ["final", "latest", "step-000003", "step-000005"]
@@ -454,7 +463,7 @@ fn on_a_read_only_disk() {
         message.contains("mount it read-write") && message.contains("step-000004"),
         "{message}"
     );
-    let message = folder.prune(1).expect_err("a read-only disk").to_string();
+    let message = folder.prune(1, None).expect_err("a read-only disk").to_string();
     assert!(message.contains("mount it read-write"), "{message}");
     assert_eq!(
         folder

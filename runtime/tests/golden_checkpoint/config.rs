@@ -76,6 +76,22 @@ fn every_setting_survives_its_json() {
             high_freq_factor: 4.0,
             original_max_position_embeddings: 8192.0,
         },
+        RopeScaling::Yarn {
+            factor: 64.0,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            original_max_position_embeddings: 4096.0,
+            attention_factor: None,
+            truncate: true,
+        },
+        RopeScaling::Yarn {
+            factor: 32.0,
+            beta_fast: 32.0,
+            beta_slow: 1.5,
+            original_max_position_embeddings: 4096.0,
+            attention_factor: Some(1.25),
+            truncate: false,
+        },
     ];
     for layer in [LayerKind::Llama, LayerKind::Qwen3] {
         for scaling in &scalings {
@@ -234,7 +250,7 @@ fn what_no_draft_of_ours_can_be_is_refused() {
         ),
         (
             "transformer_layer_config.rope_parameters.rope_type",
-            json!("yarn"),
+            json!("longrope"),
             "default, linear or llama3",
         ),
         (

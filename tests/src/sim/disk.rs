@@ -43,8 +43,7 @@ impl Disk {
             synced: 0,
             commits: (0, 0),
             checkpoints: BTreeMap::new(),
-            // The one before stays until the journal knows the new one.
-            keep: keep.max(2),
+            keep,
             store: Vec::new(),
         }
     }
@@ -194,18 +193,16 @@ impl Disk {
         self.store.retain(|(location, _)| end_of(location) <= end);
     }
 
-    /// Writes a checkpoint, and removes old ones; its folder.
-    pub fn save(&mut self, weights: Weights) -> PathBuf {
+    /// Writes a checkpoint, and removes old ones but the one that is recorded in the journal; its folder.
+    pub fn save(&mut self, weights: Weights, recorded: Option<Step>) -> PathBuf {
         self.checkpoints.insert(weights.step, weights);
-        while self.checkpoints.len() > self.keep {
+        let surplus = self.checkpoints.len().saturating_sub(self.keep.max(1));
+        let oldest: Vec<Step> = self.checkpoints.keys().copied().take(surplus).collect();
+        for step in oldest {
             // `latest` points to the one just written, and that one stays.
-            let oldest = self
-                .checkpoints
-                .keys()
-                .copied()
-                .find(|&step| step != weights.step);
-            let Some(oldest) = oldest else { break };
-            self.checkpoints.remove(&oldest);
+            if step != weights.step && Some(step) != recorded {
+                self.checkpoints.remove(&step);
+            }
         }
         PathBuf::from(weights.step.to_string())
     }

@@ -459,7 +459,7 @@ fn cost(input: &Input) -> (Option<Activity>, u64) {
             CoordinatorCommand::Extract(_) => (Some(Activity::Extracting), 8),
             CoordinatorCommand::ExtractHeldOut(_) => (Some(Activity::Generating), 12),
             CoordinatorCommand::Commit { .. } => (Some(Activity::Applying), 3),
-            CoordinatorCommand::Checkpoint => (Some(Activity::Saving), 10),
+            CoordinatorCommand::Checkpoint { .. } => (Some(Activity::Saving), 10),
             CoordinatorCommand::Evaluate => (Some(Activity::Evaluating), 6),
             _ => (None, 0),
         },

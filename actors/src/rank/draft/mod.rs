@@ -107,13 +107,13 @@ impl DraftWorker {
                     self.commit(step, learning_rate)?;
                 }
             }
-            CoordinatorCommand::Checkpoint => {
+            CoordinatorCommand::Checkpoint { recorded } => {
                 self.context.enter(Activity::Saving);
                 faults::reach(Point::Save, self.replica.as_ref().map(Replica::step))?;
                 let replica = self.replica.as_ref().ok_or_else(not_loaded)?;
                 let keep = self.context.config.checkpoints.keep;
                 let folder = replica
-                    .save(&self.checkpoints, keep)
+                    .save(&self.checkpoints, keep, recorded)
                     .map_err(RankFault::permanent)?;
                 let folder = folder
                     .strip_prefix(&self.context.run_directory)

@@ -18,19 +18,24 @@ fn check(attention: &Attention<'_>, inputs: &AttentionInputs<'_>) {
         shape.kv_heads > 0 && shape.heads.is_multiple_of(shape.kv_heads),
         "heads of an attention"
     );
-    let (queries, keys) = (
-        plan.queries() * shape.query_width(),
-        plan.keys() * shape.key_width(),
-    );
     assert_eq!(
         (inputs.q.len(), inputs.k.len(), inputs.v.len()),
-        (queries, keys, keys),
+        (
+            plan.queries() * shape.query_width(),
+            plan.keys() * shape.key_width(),
+            plan.keys() * shape.value_width()
+        ),
         "shapes of an attention"
     );
-    let diagonal = attention.diagonals * plan.queries() * shape.key_width();
+    let diagonals = attention.diagonals * plan.queries();
     assert!(
-        inputs.k_diagonal.len() >= diagonal && inputs.v_diagonal.len() >= diagonal,
+        inputs.k_diagonal.len() >= diagonals * shape.key_width()
+            && inputs.v_diagonal.len() >= diagonals * shape.value_width(),
         "shapes of an attention"
+    );
+    assert!(
+        attention.sinks.is_empty() || attention.sinks.len() == shape.heads,
+        "one sink a head"
     );
 }
 
@@ -64,13 +69,14 @@ pub(super) fn forward(
         shape.query_width(),
         shape.key_width(),
     );
+    let (value_dim, value_width, out_width) = (shape.value_dim, shape.value_width(), shape.output_width());
     assert_eq!(
         (out.len(), lse.len()),
-        (inputs.q.len(), plan.queries() * heads),
+        (plan.queries() * out_width, plan.queries() * heads),
         "shapes of an attention"
     );
     let blocks = &plan.query_blocks;
-    let outs = by_query_block(blocks, out, width);
+    let outs = by_query_block(blocks, out, out_width);
     let lses = by_query_block(blocks, lse, heads);
     blocks
         .par_iter()
@@ -90,11 +96,18 @@ pub(super) fn forward(
                         shape.scale,
                         false,
                     );
+                    let sink = attention.sinks.get(h).copied();
                     for r in 0..rows {
                         let query = first + r;
                         let row = &mut scores[r * keys..][..keys];
                         let seen = local(&plan.visible[query], block.keys.start);
+                        if let Some(cap) = attention.softcap {
+                            simd::softcap(&mut row[seen.clone()], cap);
+                        }
                         let mut top = simd::max(&row[seen.clone()]);
+                        if let Some(sink) = sink {
+                            top = top.max(sink);
+                        }
                         for (j, extra) in extra.iter_mut().enumerate() {
                             let k = diagonal(inputs.k_diagonal, plan.queries(), j, query, g, dim, kv_width);
                             *extra = simd::dot(q.row(r), k) * shape.scale;
@@ -104,18 +117,29 @@ pub(super) fn forward(
                         row[seen.end..].fill(0.0);
                         let mut sum = simd::exp_sum(&mut row[seen.clone()], 1.0, top);
                         sum += simd::exp_sum(extra, 1.0, top);
+                        if let Some(sink) = sink {
+                            sum += (sink - top).exp();
+                        }
                         lse[r * heads + h] = top + sum.ln();
                         simd::scale(&mut row[seen], 1.0 / sum);
                         simd::scale(extra, 1.0 / sum);
-                        let out = &mut out[r * width + h * dim..][..dim];
+                        let out = &mut out[r * out_width + h * value_dim..][..value_dim];
                         out.fill(0.0);
                         for (j, &p) in extra.iter().enumerate() {
-                            let v = diagonal(inputs.v_diagonal, plan.queries(), j, query, g, dim, kv_width);
+                            let v = diagonal(
+                                inputs.v_diagonal,
+                                plan.queries(),
+                                j,
+                                query,
+                                g,
+                                value_dim,
+                                value_width,
+                            );
                             simd::axpy(p, v, out);
                         }
                     }
-                    let v = head(inputs.v, block.keys.start, keys, g, dim, kv_width);
-                    let out = MatrixMut::strided(&mut out[h * dim..], rows, dim, width);
+                    let v = head(inputs.v, block.keys.start, keys, g, value_dim, value_width);
+                    let out = MatrixMut::strided(&mut out[h * value_dim..], rows, value_dim, out_width);
                     gemm_serial(out, Matrix::new(scores, rows, keys), v, 1.0, true);
                 }
             });
@@ -149,6 +173,10 @@ pub(super) fn backward(
     check(attention, inputs);
     let (shape, plan) = (attention.shape, attention.plan);
     let (queries, heads) = (plan.queries(), shape.heads);
+    assert!(
+        shape.value_dim == shape.head_dim && attention.sinks.is_empty() && attention.softcap.is_none(),
+        "only a draft's attention has a backward pass"
+    );
     assert_eq!(
         (dout.len(), gradients.dq.len()),
         (inputs.q.len(), inputs.q.len()),

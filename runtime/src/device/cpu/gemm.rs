@@ -6,12 +6,10 @@
 #![allow(unsafe_code)]
 
 use gemm_common::Parallelism;
-use half::bf16;
 use rayon::prelude::*;
 
 use super::scratch::with_scratch;
-use super::simd;
-use crate::device::{Matrix, MatrixMut};
+use crate::device::{Matrix, MatrixMut, StoredMatrix};
 
 /// Terms summed in one go; `gemm-common` keeps at least 512 together.
 const K_BLOCK: usize = 512;
@@ -25,8 +23,10 @@ const TILE_ROWS: usize = 1024;
 const TILE_COLS: usize = 512;
 /// Smallest side of a tile that is cut for the sake of more tasks.
 const TILE_SIDE: usize = 96;
-/// Weights that are widened together, in rows.
-const BF16_ROWS: usize = 128;
+/// Weights that are unpacked together, in rows, at most and at least.
+const UNPACKED_ROWS: (usize, usize) = (128, 32);
+/// Weights that are unpacked together, in elements: what stays in a core's cache.
+const UNPACKED_ELEMENTS: usize = 256 * 1024;
 
 /// A rectangle of an output. Only this module makes them; two that live at once are disjoint.
 #[derive(Clone, Copy)]
@@ -124,24 +124,34 @@ pub(super) fn gemm_serial(mut c: MatrixMut<'_>, a: Matrix<'_>, b: Matrix<'_>, al
     gemm_tile(Tile::of(&mut c), a, b, alpha, accumulate);
 }
 
-/// `c = a·wᵀ` or `c += a·wᵀ`, `weights` `[n, k]` in bf16.
-pub(super) fn gemm_bf16(mut c: MatrixMut<'_>, a: Matrix<'_>, weights: &[bf16], accumulate: bool) {
+/// `c = a·wᵀ` or `c += a·wᵀ`, `weights` `[n, k]` in any form.
+pub(super) fn gemm_stored(mut c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn StoredMatrix, accumulate: bool) {
     let k = a.cols;
     assert_eq!(
-        (c.rows, weights.len()),
-        (a.rows, c.cols * k),
+        (c.rows, weights.rows(), weights.cols()),
+        (a.rows, c.cols, k),
         "shapes of a product"
     );
+    if let Some(weights) = weights.in_place() {
+        return gemm(c, a, weights.transposed(), 1.0, accumulate);
+    }
     let whole = Tile::of(&mut c);
+    let (most, least) = UNPACKED_ROWS;
+    let rows = (UNPACKED_ELEMENTS / k.max(1)).clamp(least, most);
+    let columns = whole.cols.div_ceil(rows);
+    // All rows of `a` meet a tile of weights while it is unpacked.
     let one = |index: usize| {
-        let (tile, row, col) = whole.cut(index, TILE_ROWS, BF16_ROWS);
-        with_scratch([tile.cols * k], |[wide]| {
-            simd::widen(&weights[col * k..][..tile.cols * k], wide);
-            let b = Matrix::new(wide, tile.cols, k).transposed();
-            gemm_tile(tile, a.block(row, tile.rows, 0, k), b, 1.0, accumulate);
+        let (stripe, _, col) = whole.cut(index, whole.rows, rows);
+        with_scratch([stripe.cols * k], |[wide]| {
+            weights.unpack(col..col + stripe.cols, wide);
+            let b = Matrix::new(wide, stripe.cols, k).transposed();
+            for index in 0..stripe.pieces(TILE_ROWS, stripe.cols) {
+                let (tile, row, _) = stripe.cut(index, TILE_ROWS, stripe.cols);
+                gemm_tile(tile, a.block(row, tile.rows, 0, k), b, 1.0, accumulate);
+            }
         });
     };
-    match whole.pieces(TILE_ROWS, BF16_ROWS) {
+    match if whole.rows == 0 { 0 } else { columns } {
         pieces @ 0..=1 => (0..pieces).for_each(one),
         pieces => (0..pieces).into_par_iter().for_each(one),
     }

@@ -7,13 +7,14 @@ mod simd;
 #[cfg(test)]
 mod tests;
 
-use half::bf16;
 use rayon::prelude::*;
 
 use super::{
-    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Device, Matrix, MatrixMut, RotaryTable,
-    RowLoss, TargetRow, Turn,
+    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Device, Gate, Matrix, MatrixMut, Pairing,
+    RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow, Turn,
 };
+
+pub(crate) use simd::widen_bf16;
 
 /// Elements a task of an element-wise operation takes at least; a fixed number, so block sums are too.
 const ELEMENTS: usize = 16 * 1024;
@@ -108,8 +109,8 @@ impl Device for Cpu {
         self.install(|| gemm::gemm(c, a, b, alpha, accumulate));
     }
 
-    fn gemm_bf16(&self, c: MatrixMut<'_>, a: Matrix<'_>, weights: &[bf16], accumulate: bool) {
-        self.install(|| gemm::gemm_bf16(c, a, weights, accumulate));
+    fn gemm_stored(&self, c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn StoredMatrix, accumulate: bool) {
+        self.install(|| gemm::gemm_stored(c, a, weights, accumulate));
     }
 
     fn rms_norm(&self, x: Matrix<'_>, weight: &[f32], epsilon: f32, y: MatrixMut<'_>, rstd: &mut [f32]) {
@@ -188,8 +189,11 @@ impl Device for Cpu {
     }
 
     fn rotate(&self, x: &mut [f32], head_dim: usize, table: &RotaryTable, positions: &[u32], turn: Turn) {
-        let half = table.half();
-        assert!(2 * half <= head_dim, "{half} pairs in a head of {head_dim}");
+        let (half, offset) = (table.half(), table.offset());
+        assert!(
+            offset + 2 * half <= head_dim,
+            "{half} pairs from {offset} on in a head of {head_dim}"
+        );
         if positions.is_empty() {
             return;
         }
@@ -203,8 +207,14 @@ impl Device for Cpu {
             each_row(MatrixMut::new(x, positions.len(), width), |r, x| {
                 let (cos, sin) = table.at(positions[r]);
                 for head in x.chunks_exact_mut(head_dim) {
-                    let (a, b) = head[..2 * half].split_at_mut(half);
-                    simd::turn(a, b, cos, sin, sign);
+                    let turned = &mut head[offset..offset + 2 * half];
+                    match table.pairing() {
+                        Pairing::Halves => {
+                            let (a, b) = turned.split_at_mut(half);
+                            simd::turn(a, b, cos, sin, sign);
+                        }
+                        Pairing::Neighbours => simd::turn_neighbours(turned, cos, sin, sign),
+                    }
                 }
             });
         });
@@ -245,14 +255,27 @@ impl Device for Cpu {
         self.install(|| each_row(out, |r, out| out.copy_from_slice(table.row(rows[r] as usize))));
     }
 
-    fn gather_bf16(&self, table: &[bf16], rows: &[u32], out: MatrixMut<'_>) {
-        assert_eq!(rows.len(), out.rows, "shapes of a gather");
-        let cols = out.cols;
+    fn gather_stored(&self, table: &dyn StoredMatrix, rows: &[u32], out: MatrixMut<'_>) {
+        assert_eq!(
+            (rows.len(), table.cols()),
+            (out.rows, out.cols),
+            "shapes of a gather"
+        );
         self.install(|| {
             each_row(out, |r, out| {
-                simd::widen(&table[rows[r] as usize * cols..][..cols], out)
+                let row = rows[r] as usize;
+                table.unpack(row..row + 1, out);
             })
         });
+    }
+
+    fn copy(&self, source: Matrix<'_>, target: MatrixMut<'_>) {
+        assert_eq!(
+            (source.rows, source.cols, source.col_stride),
+            (target.rows, target.cols, 1),
+            "shapes of a copy"
+        );
+        self.install(|| each_row(target, |r, out| out.copy_from_slice(row(&source, r))));
     }
 
     fn scatter_add(&self, source: Matrix<'_>, rows: &[u32], target: MatrixMut<'_>) {
@@ -271,6 +294,75 @@ impl Device for Cpu {
                 source.row(from),
             );
         }
+    }
+
+    fn scatter_add_scaled(&self, source: Matrix<'_>, rows: &[u32], factors: &[f32], target: MatrixMut<'_>) {
+        assert_eq!(
+            (source.rows, source.cols, source.col_stride, factors.len()),
+            (rows.len(), target.cols, 1, rows.len()),
+            "shapes of a scatter"
+        );
+        for (from, (&to, &factor)) in rows.iter().zip(factors).enumerate() {
+            assert!((to as usize) < target.rows, "rows of a scatter are in range");
+            simd::axpy(
+                factor,
+                source.row(from),
+                &mut target.data[to as usize * target.row_stride..][..target.cols],
+            );
+        }
+    }
+
+    fn gated(&self, gate: Gate, g: &[f32], u: &[f32], out: &mut [f32]) {
+        assert_eq!((g.len(), u.len()), (out.len(), out.len()), "shapes of a gate");
+        self.install(|| {
+            let blocks = g
+                .par_chunks(ELEMENTS)
+                .zip(u.par_chunks(ELEMENTS))
+                .zip(out.par_chunks_mut(ELEMENTS));
+            blocks.for_each(|((g, u), out)| match gate {
+                Gate::Silu => simd::swiglu(g, u, out),
+                Gate::GeluTanh => simd::geglu(g, u, out),
+                Gate::Clamped { alpha, limit } => simd::clamped_glu(g, u, alpha, limit, out),
+            });
+        });
+    }
+
+    fn add_bias(&self, x: MatrixMut<'_>, bias: &[f32]) {
+        assert_eq!(x.cols, bias.len(), "shapes of a bias");
+        self.install(|| each_row(x, |_, x| simd::add(x, bias)));
+    }
+
+    fn scale(&self, x: &mut [f32], factor: f32) {
+        self.install(|| x.par_chunks_mut(ELEMENTS).for_each(|x| simd::scale(x, factor)));
+    }
+
+    fn softcap(&self, x: &mut [f32], cap: f32) {
+        self.install(|| x.par_chunks_mut(ELEMENTS).for_each(|x| simd::softcap(x, cap)));
+    }
+
+    fn route(&self, routing: &Routing<'_>, logits: Matrix<'_>, chosen: &mut [u32], weights: &mut [f32]) {
+        let (tokens, experts, top) = (logits.rows, logits.cols, routing.top);
+        assert_eq!(
+            (chosen.len(), weights.len()),
+            (tokens * top, tokens * top),
+            "shapes of a routing"
+        );
+        assert!(
+            (1..=experts).contains(&top)
+                && (routing.choice_bias.is_empty() || routing.choice_bias.len() == experts),
+            "{top} of {experts} experts"
+        );
+        self.install(|| {
+            let places = chosen.par_chunks_mut(top).zip(weights.par_chunks_mut(top));
+            places
+                .with_min_len(rows_per_task(experts))
+                .enumerate()
+                .for_each(|(token, (chosen, weights))| {
+                    scratch::with_scratch([2 * experts], |[scratch]| {
+                        routing.choose(row(&logits, token), scratch, chosen, weights);
+                    });
+                });
+        });
     }
 
     fn add(&self, target: &mut [f32], source: &[f32]) {

@@ -197,6 +197,38 @@ kernels! {
         }
     }
 
+    /// out = gelu(gate) · up, by the tanh approximation, which is gate · sigmoid(2 · sqrt(2/π) · (gate + 0.044715 · gate³)).
+    fn geglu(gate: &[f32], up: &[f32], out: &mut [f32]) {
+        for ((out, &gate), &up) in out.iter_mut().zip(gate).zip(up) {
+            let cubed = fma::<FMA>(gate * gate * gate, 0.044_715, gate);
+            *out = gate / (1.0 + exp::<FMA>(-1.595_769_1 * cubed)) * up;
+        }
+    }
+
+    /// out = g · sigmoid(alpha · g) · (u + 1), with g and u cut at the limit.
+    fn clamped_glu(g: &[f32], u: &[f32], alpha: f32, limit: f32, out: &mut [f32]) {
+        for ((out, &g), &u) in out.iter_mut().zip(g).zip(u) {
+            let (g, u) = (if g > limit { limit } else { g }, u.clamp(-limit, limit));
+            *out = g / (1.0 + exp::<FMA>(-alpha * g)) * (u + 1.0);
+        }
+    }
+
+    /// x = cap · tanh(x / cap).
+    fn softcap(x: &mut [f32], cap: f32) {
+        for x in x {
+            *x = cap - 2.0 * cap / (exp::<FMA>(2.0 * *x / cap) + 1.0);
+        }
+    }
+
+    /// Turns neighbours (x[2i], x[2i+1]) by the i-th angle.
+    fn turn_neighbours(x: &mut [f32], cos: &[f32], sin: &[f32], sign: f32) {
+        let (pairs, _) = x.as_chunks_mut::<2>();
+        for ((pair, &cos), &sin) in pairs.iter_mut().zip(cos).zip(sin) {
+            let ([a, b], sin) = (*pair, sign * sin);
+            *pair = [fma::<FMA>(a, cos, -(b * sin)), fma::<FMA>(b, cos, a * sin)];
+        }
+    }
+
     /// Replaces gate and up by their gradients.
     fn swiglu_backward(gate: &mut [f32], up: &mut [f32], dout: &[f32]) {
         for ((gate, up), &dout) in gate.iter_mut().zip(up.iter_mut()).zip(dout) {
@@ -358,6 +390,11 @@ kernels! {
             *p = *p * keep - step * (*m / (v.sqrt() / root2 + epsilon));
         }
     }
+}
+
+/// bf16 to f32; as long as the shorter of the two.
+pub(crate) fn widen_bf16(x: &[bf16], y: &mut [f32]) {
+    widen(x, y);
 }
 
 #[cfg(test)]

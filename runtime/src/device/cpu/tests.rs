@@ -1,5 +1,7 @@
+use half::bf16;
+
 use super::*;
-use crate::device::{AttentionPlan, AttentionShape};
+use crate::device::{AttentionPlan, AttentionShape, ExpertGroups, Scoring};
 use crate::rope::Rope;
 
 fn wave(n: usize, seed: f64) -> Vec<f32> {
@@ -107,6 +109,30 @@ fn a_row_has_the_same_bits_whatever_rows_and_threads_share_the_product() {
     }
 }
 
+#[derive(Debug)]
+struct Bf16Matrix<'a> {
+    values: &'a [bf16],
+    cols: usize,
+}
+
+impl StoredMatrix for Bf16Matrix<'_> {
+    fn rows(&self) -> usize {
+        self.values.len() / self.cols
+    }
+
+    fn cols(&self) -> usize {
+        self.cols
+    }
+
+    fn in_place(&self) -> Option<Matrix<'_>> {
+        None
+    }
+
+    fn unpack(&self, rows: std::ops::Range<usize>, out: &mut [f32]) {
+        simd::widen(&self.values[rows.start * self.cols..rows.end * self.cols], out);
+    }
+}
+
 #[test]
 fn packed_weights_give_the_bits_of_widened_ones() {
     let (m, n, k) = (37, 300, 700);
@@ -115,10 +141,13 @@ fn packed_weights_give_the_bits_of_widened_ones() {
     let wide: Vec<f32> = packed.iter().map(|x| x.to_f32()).collect();
     let device = cpu(2);
     let (mut ours, mut reference) = (wave(m * n, 5.0), wave(m * n, 5.0));
-    device.gemm_bf16(
+    device.gemm_stored(
         MatrixMut::new(&mut ours, m, n),
         Matrix::new(&a, m, k),
-        &packed,
+        &Bf16Matrix {
+            values: &packed,
+            cols: k,
+        },
         true,
     );
     let right = Matrix::new(&wide, n, k).transposed();
@@ -269,13 +298,16 @@ struct Reference<'a> {
     rows: &'a [u32],
     window: Option<usize>,
     diagonals: usize,
+    sinks: &'a [f32],
+    softcap: Option<f32>,
 }
 
 impl Reference<'_> {
     fn forward(&self, q: &[f64], k: &[f64], v: &[f64], kd: &[f64], vd: &[f64]) -> Vec<f64> {
         let (shape, queries) = (self.shape, self.rows.len());
         let (dim, kv_width) = (shape.head_dim, shape.key_width());
-        let mut out = vec![0.0; queries * shape.query_width()];
+        let (value_dim, value_width) = (shape.value_dim, shape.value_width());
+        let mut out = vec![0.0; queries * shape.output_width()];
         for (i, &row) in self.rows.iter().enumerate() {
             let row = row as usize;
             let document = self
@@ -291,7 +323,7 @@ impl Reference<'_> {
                     .map(|j| {
                         (
                             &k[j * kv_width + g * dim..][..dim],
-                            &v[j * kv_width + g * dim..][..dim],
+                            &v[j * value_width + g * value_dim..][..value_dim],
                         )
                     })
                     .collect();
@@ -303,13 +335,19 @@ impl Reference<'_> {
                 let weights: Vec<f64> = places
                     .iter()
                     .map(|(k, _)| {
-                        (q.iter().zip(*k).map(|(q, k)| q * k).sum::<f64>() * f64::from(shape.scale)).exp()
+                        let score =
+                            q.iter().zip(*k).map(|(q, k)| q * k).sum::<f64>() * f64::from(shape.scale);
+                        match self.softcap.map(f64::from) {
+                            Some(cap) => (cap * (score / cap).tanh()).exp(),
+                            None => score.exp(),
+                        }
                     })
                     .collect();
-                let sum: f64 = weights.iter().sum();
+                let sink = self.sinks.get(h).map_or(0.0, |&sink| f64::from(sink).exp());
+                let sum: f64 = weights.iter().sum::<f64>() + sink;
                 for (weight, (_, v)) in weights.iter().zip(&places) {
-                    for d in 0..dim {
-                        out[(i * shape.heads + h) * dim + d] += weight / sum * v[d];
+                    for d in 0..value_dim {
+                        out[(i * shape.heads + h) * value_dim + d] += weight / sum * v[d];
                     }
                 }
             }
@@ -328,6 +366,7 @@ fn attention_case(
         heads: 4,
         kv_heads: 2,
         head_dim: 6,
+        value_dim: 6,
         scale: 0.7,
     };
     let plan = AttentionPlan::new(documents.iter().cloned(), rows, window);
@@ -348,11 +387,12 @@ fn attention_case(
         rows,
         window,
         diagonals,
+        sinks: &[],
+        softcap: None,
     };
     let attention = Attention {
-        shape,
-        plan: &plan,
         diagonals,
+        ..Attention::plain(shape, &plan)
     };
     let inputs = AttentionInputs {
         q: &q,
@@ -452,7 +492,11 @@ fn gathered_and_scattered_rows_find_their_places() {
         (&table[20..], &table[..4], &table[20..])
     );
     let packed: Vec<bf16> = table.iter().map(|&x| bf16::from_f32(x)).collect();
-    device.gather_bf16(&packed, &[2], MatrixMut::new(&mut out[..4], 1, 4));
+    let stored = Bf16Matrix {
+        values: &packed,
+        cols: 4,
+    };
+    device.gather_stored(&stored, &[2], MatrixMut::new(&mut out[..4], 1, 4));
     assert_eq!(out[3], packed[11].to_f32());
     let mut target = vec![1.0; 4 * 2];
     device.scatter_add(
@@ -461,4 +505,183 @@ fn gathered_and_scattered_rows_find_their_places() {
         MatrixMut::new(&mut target, 4, 2),
     );
     assert_eq!(target, [1.0, 1.0, 2.0, 3.0, 1.0, 1.0, 4.0, 5.0]);
+}
+
+#[test]
+fn sinks_caps_and_narrow_values_match_f64() {
+    let documents = [0..70, 70..75];
+    let rows: Vec<u32> = (0..75).collect();
+    let shape = AttentionShape {
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 6,
+        value_dim: 5,
+        scale: 0.9,
+    };
+    for (window, sinks, softcap) in [
+        (None, vec![], None),
+        (Some(9), vec![0.5, -1.0, 3.0, 0.0], None),
+        (None, vec![], Some(0.8)),
+        (Some(64), vec![2.0, 1.0, 0.0, -2.0], Some(1.5)),
+    ] {
+        let plan = AttentionPlan::new(documents.iter().cloned(), &rows, window);
+        let q = wave(75 * shape.query_width(), 1.0);
+        let (k, v) = (
+            wave(75 * shape.key_width(), 2.0),
+            wave(75 * shape.value_width(), 3.0),
+        );
+        let attention = Attention {
+            sinks: &sinks,
+            softcap,
+            ..Attention::plain(shape, &plan)
+        };
+        let inputs = AttentionInputs {
+            q: &q,
+            k: &k,
+            v: &v,
+            k_diagonal: &[],
+            v_diagonal: &[],
+        };
+        let (mut out, mut lse) = (vec![9.0; 75 * shape.output_width()], vec![9.0; 75 * 4]);
+        cpu(2).attention(&attention, &inputs, &mut out, &mut lse);
+        let reference = Reference {
+            shape,
+            documents: &documents,
+            rows: &rows,
+            window,
+            diagonals: 0,
+            sinks: &sinks,
+            softcap,
+        };
+        let [q, k, v] = [&q, &k, &v].map(|x| widened(x));
+        close(&out, &reference.forward(&q, &k, &v, &[], &[]), 2e-6);
+    }
+}
+
+#[test]
+fn gates_follow_their_formulas() {
+    let (g, u) = (wave(3000, 1.0), wave(3000, 2.0));
+    let g: Vec<f32> = g.iter().map(|x| 6.0 * x).collect();
+    let u: Vec<f32> = u.iter().map(|x| 9.0 * x).collect();
+    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+    let clamped = Gate::Clamped {
+        alpha: 1.7,
+        limit: 4.0,
+    };
+    for gate in [Gate::Silu, Gate::GeluTanh, clamped] {
+        let mut out = vec![0.0; 3000];
+        cpu(2).gated(gate, &g, &u, &mut out);
+        let expected = g.iter().zip(&u).map(|(&g, &u)| (f64::from(g), f64::from(u)));
+        let expected: Vec<f64> = expected
+            .map(|(g, u)| match gate {
+                Gate::Silu => g * sigmoid(g) * u,
+                Gate::GeluTanh => {
+                    let inner = (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044715 * g.powi(3));
+                    0.5 * g * (1.0 + inner.tanh()) * u
+                }
+                Gate::Clamped { .. } => {
+                    let (g, u) = (g.min(4.0), u.clamp(-4.0, 4.0));
+                    g * sigmoid(f64::from(1.7f32) * g) * (u + 1.0)
+                }
+            })
+            .collect();
+        close(&out, &expected, 1e-6);
+    }
+    let mut x = g.clone();
+    cpu(2).softcap(&mut x, 3.0);
+    let expected: Vec<f64> = g.iter().map(|&x| 3.0 * (f64::from(x) / 3.0).tanh()).collect();
+    close(&x, &expected, 1e-6);
+}
+
+#[test]
+fn neighbours_turn_by_the_angles_of_halves() {
+    let (rope, device) = (Rope::new(10000.0, 8), cpu(1));
+    let positions = [0, 3, 49];
+    let halves = RotaryTable::new(&rope, 50);
+    let neighbours = RotaryTable::new(&rope, 50).placed(4, Pairing::Neighbours);
+    // Two heads of 12, of which the last 8 turn: even places are first halves, odd ones second halves.
+    let x = wave(3 * 24, 1.0);
+    let mut turned = x.clone();
+    device.rotate(&mut turned, 12, &neighbours, &positions, Turn::Forward);
+    let mut sorted: Vec<f32> = Vec::new();
+    for head in x.chunks(12) {
+        sorted.extend(head[4..].iter().step_by(2).chain(head[5..].iter().step_by(2)));
+    }
+    device.rotate(&mut sorted, 8, &halves, &positions, Turn::Forward);
+    for ((turned, x), sorted) in turned.chunks(12).zip(x.chunks(12)).zip(sorted.chunks(8)) {
+        assert_eq!(turned[..4], x[..4], "what is not rotated stays");
+        let pairs: Vec<f32> = (0..4).flat_map(|pair| [sorted[pair], sorted[4 + pair]]).collect();
+        close(&turned[4..], &widened(&pairs), 1e-6);
+    }
+    device.rotate(&mut turned, 12, &neighbours, &positions, Turn::Backward);
+    close(&turned, &widened(&x), 1e-6);
+}
+
+fn routed(routing: &Routing<'_>, logits: &[f32]) -> (Vec<u32>, Vec<f32>) {
+    let (mut chosen, mut weights) = (vec![0; routing.top], vec![0.0; routing.top]);
+    let logits = Matrix::new(logits, 1, logits.len());
+    cpu(1).route(routing, logits, &mut chosen, &mut weights);
+    (chosen, weights)
+}
+
+#[test]
+fn experts_are_chosen_and_weighed_as_each_family_does() {
+    let logits = [0.0, 2.0, 1.0, 2.0];
+    let plain = Routing {
+        top: 2,
+        scoring: Scoring::Softmax,
+        choice_bias: &[],
+        groups: None,
+        normalised: false,
+        factor: 1.0,
+    };
+    let e = f64::exp;
+    let sum = 1.0 + e(1.0) + 2.0 * e(2.0);
+    let (chosen, weights) = routed(&plain, &logits);
+    assert_eq!(chosen, [1, 3], "the first of equals comes first");
+    close(&weights, &[e(2.0) / sum; 2], 1e-6);
+    let (_, weights) = routed(
+        &Routing {
+            normalised: true,
+            factor: 3.0,
+            ..plain
+        },
+        &logits,
+    );
+    close(&weights, &[1.5, 1.5], 1e-6);
+    let (chosen, weights) = routed(
+        &Routing {
+            top: 3,
+            scoring: Scoring::SoftmaxOfChosen,
+            ..plain
+        },
+        &logits,
+    );
+    assert_eq!(chosen, [1, 3, 2]);
+    let sum = 2.0 * e(2.0) + e(1.0);
+    close(&weights, &[e(2.0) / sum, e(2.0) / sum, e(1.0) / sum], 1e-6);
+
+    // A bias decides who is chosen and does not count; a group can lose a good expert.
+    let sigmoid = Routing {
+        scoring: Scoring::Sigmoid,
+        choice_bias: &[1.0, 0.0, 0.0, 0.0],
+        ..plain
+    };
+    let of = |x: f64| 1.0 / (1.0 + e(-x));
+    let (chosen, weights) = routed(&sigmoid, &logits);
+    assert_eq!(chosen, [0, 1]);
+    close(&weights, &[of(0.0), of(2.0)], 1e-6);
+    let groups = Some(ExpertGroups { count: 2, chosen: 1 });
+    let (chosen, weights) = routed(
+        &Routing {
+            groups,
+            normalised: true,
+            choice_bias: &[],
+            ..sigmoid
+        },
+        &logits,
+    );
+    assert_eq!(chosen, [3, 2], "the second group has the better pair");
+    let sum = of(2.0) + of(1.0);
+    close(&weights, &[of(2.0) / sum, of(1.0) / sum], 1e-6);
 }

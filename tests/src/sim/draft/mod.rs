@@ -133,10 +133,10 @@ impl Draft {
                     self.commit(world, id, step, learning_rate)?;
                 }
             }
-            CoordinatorCommand::Checkpoint => {
+            CoordinatorCommand::Checkpoint { recorded } => {
                 let weights = self.replica.ok_or_else(not_loaded)?;
                 if world.has_effect(id) {
-                    let folder = world.disk.save(weights);
+                    let folder = world.disk.save(weights, recorded);
                     world.say(
                         id,
                         RankEvent::Checkpointed {
