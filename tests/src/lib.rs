@@ -73,7 +73,7 @@ impl Cluster {
     /// # Panics
     /// If the process cannot be started.
     pub fn launch(directory: &Path, sets: &[&str]) -> Self {
-        Self::launch_with_faults(directory, sets, "")
+        Self::launch_with(directory, sets, &[])
     }
 
     /// As [`Self::launch`], with faults on purpose.
@@ -81,6 +81,14 @@ impl Cluster {
     /// # Panics
     /// If the process cannot be started.
     pub fn launch_with_faults(directory: &Path, sets: &[&str], faults: &str) -> Self {
+        Self::launch_with(directory, sets, &[("EAGLET_FAULTS", faults)])
+    }
+
+    /// As [`Self::launch`], with variables in the environment.
+    ///
+    /// # Panics
+    /// If the process cannot be started.
+    pub fn launch_with(directory: &Path, sets: &[&str], variables: &[(&str, &str)]) -> Self {
         let mut command = Command::new(eaglet());
         command
             .arg("launch")
@@ -94,7 +102,7 @@ impl Cluster {
         }
         let errors = std::fs::File::create(directory.with_extension("stderr")).expect("a file for stderr");
         let mut child = command
-            .env("EAGLET_FAULTS", faults)
+            .envs(variables.iter().copied())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(errors)

@@ -59,6 +59,8 @@ pub(crate) const KEYS: &[Key] = &[
     key("run.seed", Kind::Integer(0, i64::MAX)),
     key("run.listen", Kind::Address),
     key("verifier.path", Kind::Text),
+    key("verifier.revision", Kind::Text),
+    key("verifier.name", Kind::Text),
     key("verifier.aux_layers", Kind::Integers(0, 4096)),
     key("verifier.hidden_dtype", Kind::Choice(&["bf16", "f32"])),
     key("draft.arch", Kind::Choice(&["llama", "qwen3"])),

@@ -74,7 +74,12 @@ impl hf_hub::api::Progress for Counter<'_> {
 }
 
 impl Download {
-    pub(super) fn new(hub: Hub, model: HubModel, need: Need, events: Sender<Progress>) -> Result<Self, HubError> {
+    pub(super) fn new(
+        hub: Hub,
+        model: HubModel,
+        need: Need,
+        events: Sender<Progress>,
+    ) -> Result<Self, HubError> {
         // It is resumed here and not by the crate, which goes on at the wrong place if nothing came the first time.
         let api = ApiBuilder::from_cache(Cache::new(hub.cache.clone()))
             .with_endpoint(hub.endpoint.clone())
@@ -172,7 +177,11 @@ impl Download {
             cache: self.hub.cache.clone(),
         };
         let request = self.api.repo(self.model.at(&self.model.revision)).info_request();
-        let request = request.query("blobs", "true").config().timeout_global(Some(ASK_TIMEOUT)).build();
+        let request = request
+            .query("blobs", "true")
+            .config()
+            .timeout_global(Some(ASK_TIMEOUT))
+            .build();
         let mut response = request.call().map_err(|error| match error {
             ureq::Error::StatusCode(404) => HubError::NotFound {
                 model: model.clone(),
@@ -231,7 +240,10 @@ impl Download {
             let outcome = self.attempt(repo, &pointer, name, counter);
             failures = if *came.borrow() > 0 { 1 } else { failures + 1 };
             match outcome {
-                Ok(()) if size.is_none_or(|size| std::fs::metadata(&pointer).is_ok_and(|found| found.len() == size)) => {}
+                Ok(())
+                    if size.is_none_or(|size| {
+                        std::fs::metadata(&pointer).is_ok_and(|found| found.len() == size)
+                    }) => {}
                 Ok(()) => self.pause_or_fail(name, "it came with another length", failures, progress)?,
                 // What somebody else fetches is found next time.
                 Err(ApiError::LockAcquisition(_)) => {
@@ -248,9 +260,18 @@ impl Download {
 
     /// Makes a snapshot's file of what is in the cache under another commit, or of what had come whole; else fetches the
     /// rest of it.
-    fn attempt(&self, repo: &ApiRepo, pointer: &Path, name: &str, counter: Counter<'_>) -> Result<(), ApiError> {
+    fn attempt(
+        &self,
+        repo: &ApiRepo,
+        pointer: &Path,
+        name: &str,
+        counter: Counter<'_>,
+    ) -> Result<(), ApiError> {
         let metadata = self.api.metadata(&repo.url(name))?;
-        let blob = self.hub.cached(&self.model, &self.model.revision).blob_path(metadata.etag());
+        let blob = self
+            .hub
+            .cached(&self.model, &self.model.revision)
+            .blob_path(metadata.etag());
         let part = blob.with_extension("part");
         let len = |path: &Path| std::fs::metadata(path).map_or(0, |metadata| metadata.len());
         let size = metadata.size() as u64;
@@ -289,7 +310,11 @@ impl Download {
         if failures >= ATTEMPTS {
             return Err(self.failed(file, why.to_owned()));
         }
-        let pause = self.hub.retry_pause.saturating_mul(1 << failures.saturating_sub(1)).min(LONGEST_PAUSE);
+        let pause = self
+            .hub
+            .retry_pause
+            .saturating_mul(1 << failures.saturating_sub(1))
+            .min(LONGEST_PAUSE);
         self.pause(progress, why, pause);
         Ok(())
     }

@@ -7,7 +7,13 @@ use crate::model_files::{CHAT_TEMPLATE, CONFIG, GENERATION_CONFIG, TOKENIZER, TO
 use crate::weights::{INDEX_FILE, SINGLE_FILE};
 
 /// Files that every use needs, where a model has them.
-const SMALL: [&str; 5] = [CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE];
+const SMALL: [&str; 5] = [
+    CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    CHAT_TEMPLATE,
+];
 
 /// How the names of embedding, head and final norm end, whatever a model puts before them.
 const FROZEN: [&str; 3] = ["embed_tokens.weight", "lm_head.weight", "model.norm.weight"];
@@ -43,7 +49,11 @@ pub(super) fn needed(
             "for a GGUF file of it, give OWNER/NAME/FILE.gguf; else take a model in the Hugging Face layout",
         ));
     }
-    let mut names: Vec<String> = SMALL.iter().filter(|name| is_there(name)).map(|&name| name.to_owned()).collect();
+    let mut names: Vec<String> = SMALL
+        .iter()
+        .filter(|name| is_there(name))
+        .map(|&name| name.to_owned())
+        .collect();
     if need == Need::Tokenizer {
         return Ok(names);
     }
@@ -55,7 +65,10 @@ pub(super) fn needed(
         names.extend(shards(&index, need)?);
     } else {
         let missing = format!("{SINGLE_FILE} and no {INDEX_FILE}");
-        return Err(lacking(missing, "take a model whose weights are in safetensors files"));
+        return Err(lacking(
+            missing,
+            "take a model whose weights are in safetensors files",
+        ));
     }
     Ok(names)
 }
@@ -87,7 +100,8 @@ fn shards(index: &[u8], need: Need) -> Result<BTreeSet<String>, Lacking> {
         weight_map: BTreeMap<String, String>,
     }
     let usable = format!("usable {INDEX_FILE}");
-    let index: Index = serde_json::from_slice(index).map_err(|_| lacking(&usable, "take another revision"))?;
+    let index: Index =
+        serde_json::from_slice(index).map_err(|_| lacking(&usable, "take another revision"))?;
     let is_needed = |tensor: &str| need == Need::Whole || FROZEN.iter().any(|end| tensor.ends_with(end));
     let shards: BTreeSet<String> = index
         .weight_map
@@ -97,7 +111,10 @@ fn shards(index: &[u8], need: Need) -> Result<BTreeSet<String>, Lacking> {
         .collect();
     // A name with folders in it could reach outside the cache.
     match shards.iter().find(|shard| !super::is_name(shard)) {
-        Some(shard) => Err(lacking(usable, format!("its shard `{shard}` is no plain file name"))),
+        Some(shard) => Err(lacking(
+            usable,
+            format!("its shard `{shard}` is no plain file name"),
+        )),
         None => Ok(shards),
     }
 }

@@ -46,7 +46,11 @@ impl HubModel {
     pub fn parse(text: &str, revision: &str) -> Option<Self> {
         let mut parts = text.splitn(3, '/');
         let (owner, name, file) = (parts.next()?, parts.next()?, parts.next());
-        if !is_name(owner) || !is_name(name) || !file.is_none_or(|file| is_name(file) && file.ends_with(".gguf")) {
+        if !Self::is_revision(revision)
+            || !is_name(owner)
+            || !is_name(name)
+            || !file.is_none_or(|file| is_name(file) && file.ends_with(".gguf"))
+        {
             return None;
         }
         // Two parts with that ending are a folder and a file.
@@ -58,6 +62,11 @@ impl HubModel {
             revision: revision.to_owned(),
             file: file.map(str::to_owned),
         })
+    }
+
+    /// Whether a text can be a branch, tag or commit.
+    pub fn is_revision(text: &str) -> bool {
+        text.split('/').all(is_name)
     }
 
     fn at(&self, revision: &str) -> Repo {
@@ -75,7 +84,9 @@ impl std::fmt::Display for HubModel {
 fn is_name(part: &str) -> bool {
     !part.is_empty()
         && !part.starts_with(['.', '-'])
-        && part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
+        && part
+            .bytes()
+            .all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
 }
 
 /// What of a model is needed.
@@ -142,12 +153,17 @@ impl Hub {
         let token_file = path("HF_TOKEN_PATH").or_else(|| Some(home?.join("token")));
         let token = variable("HF_TOKEN").or_else(|| std::fs::read_to_string(token_file?).ok());
         let is_on = |name: &str| {
-            variable(name).is_some_and(|value| matches!(value.to_ascii_lowercase().as_str(), "1" | "true" | "yes" | "on"))
+            variable(name).is_some_and(|value| {
+                matches!(value.to_ascii_lowercase().as_str(), "1" | "true" | "yes" | "on")
+            })
         };
         Ok(Self {
-            endpoint: variable("HF_ENDPOINT").map_or_else(|| ENDPOINT.to_owned(), |url| url.trim_end_matches('/').to_owned()),
+            endpoint: variable("HF_ENDPOINT")
+                .map_or_else(|| ENDPOINT.to_owned(), |url| url.trim_end_matches('/').to_owned()),
             cache: cache.ok_or(HubError::NoHome)?,
-            token: token.map(|token| token.trim().to_owned()).filter(|token| !token.is_empty()),
+            token: token
+                .map(|token| token.trim().to_owned())
+                .filter(|token| !token.is_empty()),
             is_offline: is_on("HF_HUB_OFFLINE") || is_on("TRANSFORMERS_OFFLINE"),
             stall_timeout: STALL_TIMEOUT,
             retry_pause: RETRY_PAUSE,
@@ -173,7 +189,9 @@ impl Hub {
         let (events, heard) = channel();
         let download = Download::new(self.clone(), model.clone(), need, events)?;
         // A dead connection cannot be told to end; whoever waits for it can.
-        let thread = std::thread::Builder::new().name("hub".to_owned()).spawn(move || download.run());
+        let thread = std::thread::Builder::new()
+            .name("hub".to_owned())
+            .spawn(move || download.run());
         let thread = thread.map_err(|source| HubError::Cache {
             path: self.cache.clone(),
             source,
@@ -223,8 +241,10 @@ impl Hub {
             return Err(missing("file".to_owned()));
         }
         let present = |name: &str| snapshot.join(name).is_file();
-        let needed = files::needed(model, need, present, |name| std::fs::read(snapshot.join(name)).ok())
-            .map_err(|reason| missing(reason.missing))?;
+        let needed = files::needed(model, need, present, |name| {
+            std::fs::read(snapshot.join(name)).ok()
+        })
+        .map_err(|reason| missing(reason.missing))?;
         match needed.into_iter().find(|name| !present(name)) {
             Some(name) => Err(missing(name)),
             None => Ok(place(&snapshot, model)),

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use eaglet_runtime::model_files::ModelFiles;
 use eaglet_runtime::row::{PackedRow, Sample};
 use eaglet_runtime::samples::ChatTokenizer;
-use eaglet_runtime::verifier::{FrozenParts, Verifier, VerifierConfig, VerifierOptions};
+use eaglet_runtime::verifier::{Alone, FrozenParts, Verifier, VerifierConfig, VerifierOptions};
 use eaglet_runtime::weights::Weights;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -29,6 +29,7 @@ fn load(path: &Path) -> Verifier {
     let options = VerifierOptions {
         threads: 2,
         aux_layers: Some(vec![1]),
+        ..VerifierOptions::default()
     };
     Verifier::load(path, options).unwrap_or_else(|error| panic!("{error}"))
 }
@@ -48,10 +49,12 @@ fn everything(path: &Path, vocab_size: usize) -> Vec<f32> {
     let row = row(tokens.collect());
     let mut verifier = load(path);
     let mut all = verifier
-        .residuals(&row)
+        .residuals(&row, &mut Alone)
         .unwrap_or_else(|error| panic!("{error}"))
         .concat();
-    let (normed, logits) = verifier.logits(&row).unwrap_or_else(|error| panic!("{error}"));
+    let (normed, logits) = verifier
+        .logits(&row, &mut Alone)
+        .unwrap_or_else(|error| panic!("{error}"));
     all.extend(normed.iter().chain(&logits));
     all
 }
@@ -247,7 +250,7 @@ fn real_models_differ_by_the_error_of_their_quantiser() {
     let vocab_size = VerifierConfig::read(&folder).expect("a configuration").vocab_size;
     let logits = |path: &Path| {
         load(path)
-            .logits(&row)
+            .logits(&row, &mut Alone)
             .unwrap_or_else(|error| panic!("{error}"))
             .1
     };

@@ -86,6 +86,7 @@ fn use_all(file: &Path) -> Result<(), String> {
     let options = VerifierOptions {
         threads: 1,
         aux_layers: Some(vec![1]),
+        ..VerifierOptions::default()
     };
     Verifier::load(file, options)
         .map(drop)

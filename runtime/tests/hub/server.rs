@@ -47,7 +47,9 @@ impl Server {
     pub(crate) fn new(commit: &str, files: &[(&str, &[u8])]) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let endpoint = format!("http://{}", listener.local_addr().expect("an address"));
-        let files = files.iter().map(|(name, bytes)| ((*name).to_owned(), bytes.to_vec()));
+        let files = files
+            .iter()
+            .map(|(name, bytes)| ((*name).to_owned(), bytes.to_vec()));
         let state = Arc::new(Mutex::new(State {
             commit: commit.to_owned(),
             files: files.collect(),
@@ -99,7 +101,12 @@ fn serve(mut stream: TcpStream, state: &Mutex<State>, closed: &Mutex<Receiver<()
         }
         let (name, value) = line.trim().split_once(": ").unwrap_or_default();
         match name.to_ascii_lowercase().as_str() {
-            "range" => range = value.strip_prefix("bytes=").and_then(|range| range.split_once('-')).map(own),
+            "range" => {
+                range = value
+                    .strip_prefix("bytes=")
+                    .and_then(|range| range.split_once('-'))
+                    .map(own)
+            }
             "authorization" => token = value.strip_prefix("Bearer ").map(str::to_owned),
             _ => {}
         }
@@ -124,20 +131,29 @@ fn serve(mut stream: TcpStream, state: &Mutex<State>, closed: &Mutex<Receiver<()
         let listing = json!({ "sha": commit, "siblings": siblings }).to_string();
         return answer(&mut stream, "200 OK", &[], listing.as_bytes());
     }
-    let file = path.strip_prefix(&format!("/{REPO}/resolve/{commit}/")).unwrap_or_default().to_owned();
+    let file = path
+        .strip_prefix(&format!("/{REPO}/resolve/{commit}/"))
+        .unwrap_or_default()
+        .to_owned();
     let Some(bytes) = known.files.get(&file).cloned() else {
         return answer(&mut stream, "404 Not Found", &[], b"");
     };
     let (from, to) = range.unwrap_or_default();
     let from: usize = from.parse().unwrap_or(0);
-    let end = to.parse().map_or(bytes.len(), |to: usize| to + 1).min(bytes.len());
+    let end = to
+        .parse()
+        .map_or(bytes.len(), |to: usize| to + 1)
+        .min(bytes.len());
     if from >= end {
         return answer(&mut stream, "416 Range Not Satisfiable", &[], b"");
     }
     let headers = [
         ("ETag", format!("\"{}\"", etag(&bytes))),
         ("X-Repo-Commit", commit),
-        ("Content-Range", format!("bytes {from}-{}/{}", end - 1, bytes.len())),
+        (
+            "Content-Range",
+            format!("bytes {from}-{}/{}", end - 1, bytes.len()),
+        ),
     ];
     let body = &bytes[from..end];
     if to == "0" {
@@ -145,7 +161,11 @@ fn serve(mut stream: TcpStream, state: &Mutex<State>, closed: &Mutex<Receiver<()
         return answer(&mut stream, "206 Partial Content", &headers, body);
     }
     known.bodies.push((file, from as u64));
-    let fault = if known.faults.is_empty() { None } else { Some(known.faults.remove(0)) };
+    let fault = if known.faults.is_empty() {
+        None
+    } else {
+        Some(known.faults.remove(0))
+    };
     drop(known);
     match fault {
         Some(Fault::Fail) => answer(&mut stream, "500 Internal Server Error", &[], b""),
@@ -168,14 +188,22 @@ fn own((from, to): (&str, &str)) -> (String, String) {
 }
 
 fn head(stream: &mut TcpStream, status: &str, headers: &[(&str, String)], len: usize) -> std::io::Result<()> {
-    write!(stream, "HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len}\r\n")?;
+    write!(
+        stream,
+        "HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len}\r\n"
+    )?;
     for (name, value) in headers {
         write!(stream, "{name}: {value}\r\n")?;
     }
     write!(stream, "\r\n")
 }
 
-fn answer(stream: &mut TcpStream, status: &str, headers: &[(&str, String)], body: &[u8]) -> std::io::Result<()> {
+fn answer(
+    stream: &mut TcpStream,
+    status: &str,
+    headers: &[(&str, String)],
+    body: &[u8],
+) -> std::io::Result<()> {
     head(stream, status, headers, body.len())?;
     stream.write_all(body)
 }
