@@ -102,6 +102,7 @@ impl Cluster {
         }
         let errors = std::fs::File::create(directory.with_extension("stderr")).expect("a file for stderr");
         let mut child = command
+            .env("EAGLET_FAULTS", "")
             .envs(variables.iter().copied())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())

@@ -577,8 +577,8 @@ fn a_verifier_may_be_a_gguf_file_or_a_model_on_the_hub() {
     assert_eq!(
         problems(&with("\"verifier\"\nrevision = \"../x\"")),
         [
-            "cluster.toml:6: verifier.revision is for models on the hub, and verifier is a local path; drop one of them",
             "cluster.toml:6: verifier.revision = \"../x\" is no branch, tag or commit",
+            "cluster.toml:6: verifier.revision is for models on the hub, and verifier is a local path; drop one of them",
         ]
     );
 }

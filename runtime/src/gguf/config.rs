@@ -183,6 +183,13 @@ impl Gguf {
             factor => factor,
         };
         let factor = factor.filter(|&factor| factor != 0.0 && factor != 1.0);
+        for name in ["yarn_ext_factor", "yarn_attn_factor"] {
+            let name = format!("rope.scaling.{name}");
+            if let Some(value) = self.number(&name)?.filter(|&value| value != 1.0) {
+                let key = self.full_key(&name);
+                return Err(self.key_error(&key, format!("is {value}, which is not supported; only 1 is")));
+            }
+        }
         let [freqs, long, short] = ROPE_TENSORS;
         match (
             self.rope_factors(freqs)?,

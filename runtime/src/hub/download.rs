@@ -219,7 +219,7 @@ impl Download {
         let before = progress.borrow().done_bytes;
         name.clone_into(&mut progress.borrow_mut().file);
         let pointer = snapshot.join(name);
-        let mut failures = 0;
+        let (mut failures, mut wrong_lengths) = (0, 0);
         loop {
             if let Ok(metadata) = std::fs::metadata(&pointer)
                 && size.is_none_or(|size| size == metadata.len())
@@ -244,7 +244,13 @@ impl Download {
                     if size.is_none_or(|size| {
                         std::fs::metadata(&pointer).is_ok_and(|found| found.len() == size)
                     }) => {}
-                Ok(()) => self.pause_or_fail(name, "it came with another length", failures, progress)?,
+                // Bytes came, but they bring nothing on.
+                Ok(()) => {
+                    self.discard(&pointer)?;
+                    wrong_lengths += 1;
+                    failures = wrong_lengths;
+                    self.pause_or_fail(name, "it came with another length", failures, progress)?;
+                }
                 // What somebody else fetches is found next time.
                 Err(ApiError::LockAcquisition(_)) => {
                     failures = 0;

@@ -103,7 +103,8 @@ impl AttentionBlock {
             )
         });
         let sinks = if config.sinks {
-            loader.vector("self_attn.sinks", heads)[own.clone()].to_vec()
+            let whole = loader.vector("self_attn.sinks", heads);
+            whole.get(own.clone()).unwrap_or_default().to_vec()
         } else {
             Vec::new()
         };

@@ -61,6 +61,8 @@ pub enum ConfigError {
 
 /// Most decoder layers of a verifier; no known one has a fifth of them.
 const MAX_LAYERS: usize = 1000;
+/// Most experts of a layer; known ones have up to 512.
+const MAX_EXPERTS: usize = 4096;
 
 /// Everything that decides a verifier's tensors and its forward pass.
 #[derive(Clone, Debug, PartialEq)]
@@ -515,7 +517,11 @@ fn experts(family: &Family, keys: &Keys<'_>, gate: Gate) -> ExpertsConfig {
         .iter()
         .find(|key| keys.get(key).is_some())
         .unwrap_or(&described.count_keys[0]);
-    let count = keys.required_count(count_key);
+    let mut count = keys.required_count(count_key);
+    if count > MAX_EXPERTS {
+        keys.unsupported(count_key, format!("1 to {MAX_EXPERTS}"));
+        count = 1;
+    }
     let top = keys.required_count("num_experts_per_tok");
     if top > count {
         let reason = format!("is {top}, more than the {count} experts of {count_key}");

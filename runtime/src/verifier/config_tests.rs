@@ -129,9 +129,9 @@ fn every_wrong_key_is_reported_at_once() {
     let problems = problems(&config);
     assert_eq!(problems.len(), 8, "{problems:?}");
     for expected in [
-        "key `hidden_size` is missing; add a whole number above 0",
-        "key `vocab_size` is \"many\"; it must be a whole number above 0",
-        "key `num_hidden_layers` is 0; it must be a whole number above 0",
+        "key `hidden_size` is missing; add a whole number from 1 to 2^26",
+        "key `vocab_size` is \"many\"; it must be a whole number from 1 to 2^26",
+        "key `num_hidden_layers` is 0; it must be a whole number from 1 to 2^26",
         "key `attention_bias` is \"yes\"; it must be true or false",
         "key `hidden_act` is \"gelu\", which is not supported; supported: silu, gelu_pytorch_tanh",
         "key `quantization_config.quant_method` is \"gptq\", which is not supported; supported: compressed-tensors, fp8, mxfp4",

@@ -64,6 +64,17 @@ impl fmt::Display for KeyProblem {
     }
 }
 
+/// No size or number of parts of a model comes near; it keeps products of them from overflowing.
+const MAX_COUNT: u64 = 1 << 26;
+/// What belongs where things are counted.
+const COUNT: &str = "a whole number from 1 to 2^26";
+
+/// A whole number up to [`MAX_COUNT`].
+fn size(value: &Value) -> Option<usize> {
+    let size = value.as_u64().filter(|&size| size <= MAX_COUNT)?;
+    usize::try_from(size).ok()
+}
+
 /// A JSON object under its path from the file's root.
 pub(super) struct Keys<'a> {
     map: &'a Map<String, Value>,
@@ -136,21 +147,14 @@ impl<'a> Keys<'a> {
         typed
     }
 
-    /// A whole number above 0, if there.
+    /// A whole number above 0 and up to [`MAX_COUNT`], if there.
     pub(super) fn count(&self, key: &str) -> Option<usize> {
-        self.typed(key, "a whole number above 0", |value| {
-            value
-                .as_u64()
-                .filter(|&count| count > 0)
-                .and_then(|count| usize::try_from(count).ok())
-        })
+        self.typed(key, COUNT, |value| size(value).filter(|&count| count > 0))
     }
 
     /// A whole number, if there.
     pub(super) fn index(&self, key: &str) -> Option<usize> {
-        self.typed(key, "a whole number", |value| {
-            value.as_u64().and_then(|index| usize::try_from(index).ok())
-        })
+        self.typed(key, "a whole number up to 2^26", size)
     }
 
     /// A list of whole numbers, if there.
@@ -213,7 +217,7 @@ impl<'a> Keys<'a> {
 
     /// A whole number above 0 that must be there; 1 stands in for it once the problem is noted.
     pub(super) fn required_count(&self, key: &str) -> usize {
-        self.required(key, "a whole number above 0")
+        self.required(key, COUNT)
             .and_then(|()| self.count(key))
             .unwrap_or(1)
     }

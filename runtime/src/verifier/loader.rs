@@ -208,14 +208,14 @@ impl<'a> Loader<'a> {
         None
     }
 
-    /// A vector `[len]` in f32; zeros stand in for a missing one.
+    /// A vector `[len]` in f32; empty if it is missing, since nothing is computed then.
     pub(super) fn vector(&self, name: &str, len: usize) -> Vec<f32> {
         let read = self.float(name, &[len]).and_then(|view| {
             self.need(&view, 1.0, len as u64);
             let values = view.to_f32().map(|values| values.into_owned());
             values.map_err(|problem| self.note(problem)).ok()
         });
-        read.unwrap_or_else(|| vec![0.0; len])
+        read.unwrap_or_default()
     }
 
     /// The effective weight of a norm, `[len]`.
@@ -358,7 +358,8 @@ impl LayerLoader<'_, '_> {
 
     /// The bias of a projection, or its part.
     fn bias(&self, part: &str, len: usize, range: Range<usize>) -> Vec<f32> {
-        self.vector(&format!("{part}.bias"), len)[range].to_vec()
+        let whole = self.vector(&format!("{part}.bias"), len);
+        whole.get(range).unwrap_or_default().to_vec()
     }
 
     /// A whole projection `[outputs, inputs]`.
@@ -497,7 +498,9 @@ impl LayerLoader<'_, '_> {
                 let rows = view.rows_f32(range.clone());
                 rows.map_err(|problem| self.loader.note(problem)).ok()
             });
-        let values = read.unwrap_or_else(|| vec![0.0; range.len() * len]);
-        values.chunks_exact(len.max(1)).map(<[f32]>::to_vec).collect()
+        match read {
+            Some(values) => values.chunks_exact(len.max(1)).map(<[f32]>::to_vec).collect(),
+            None => vec![Vec::new(); range.len()],
+        }
     }
 }

@@ -76,6 +76,11 @@ impl Model {
         self.count("num_attention_heads").expect("heads")
     }
 
+    fn head_dim(&self) -> usize {
+        let hidden_size = self.count("hidden_size").expect("a width");
+        self.count("head_dim").unwrap_or(hidden_size / self.heads())
+    }
+
     fn metadata(&self, writer: &mut Writer) {
         let config = &self.config;
         let key = |name: &str| format!("{}.{name}", self.architecture);
@@ -117,12 +122,22 @@ impl Model {
         };
         let theta = full["rope_theta"].as_f64().or(config["rope_theta"].as_f64());
         writer.f32(&key("rope.freq_base"), theta.expect("a rotary base"));
-        if full["rope_type"] == "linear" {
-            writer.text(&key("rope.scaling.type"), "linear");
-            writer.f32(
-                &key("rope.scaling.factor"),
-                full["factor"].as_f64().expect("a factor"),
-            );
+        let number = |key: &str| full[key].as_f64();
+        if let Some(factor) = number("partial_rotary_factor") {
+            let head_dim = self.head_dim() as f64;
+            writer.u32(&key("rope.dimension_count"), (head_dim * factor) as usize);
+        }
+        match full["rope_type"].as_str().unwrap_or("default") {
+            "default" => {}
+            kind @ ("linear" | "yarn") => {
+                writer.text(&key("rope.scaling.type"), kind);
+                writer.f32(&key("rope.scaling.factor"), number("factor").expect("a factor"));
+                if let Some(original) = number("original_max_position_embeddings") {
+                    writer.u32(&key("rope.scaling.original_context_length"), original as usize);
+                }
+            }
+            "llama3" => self.rope_factors(writer, full, theta.expect("a rotary base")),
+            other => panic!("no rope type {other}"),
         }
         if self.architecture == "gemma3" {
             let scalar = config["query_pre_attn_scalar"].as_f64().expect("a scalar");
@@ -131,6 +146,22 @@ impl Model {
             let slides: Vec<bool> = layers.iter().map(|layer| layer == "sliding_attention").collect();
             writer.flags(&key("attention.sliding_window_pattern"), &slides);
         }
+    }
+
+    /// What each frequency is divided by.
+    fn rope_factors(&self, writer: &mut Writer, rope: &Value, theta: f64) {
+        let number = |key: &str| rope[key].as_f64().expect("a number");
+        let (factor, original) = (number("factor"), number("original_max_position_embeddings"));
+        let (low, high) = (number("low_freq_factor"), number("high_freq_factor"));
+        let pairs = self.head_dim() / 2;
+        let factors: Vec<f32> = (0..pairs)
+            .map(|pair| {
+                let wave = std::f64::consts::TAU * theta.powf(pair as f64 / pairs as f64);
+                let smooth = ((original / wave - low) / (high - low)).clamp(0.0, 1.0);
+                ((1.0 - smooth) / factor + smooth).recip() as f32
+            })
+            .collect();
+        writer.tensor("rope_freqs.weight", &[pairs], &factors, Storage::F32);
     }
 
     fn tensors(&self, writer: &mut Writer, weights: &Weights, storage: Storage) {

@@ -2,7 +2,7 @@
 //!
 //! Real models: `EAGLET_REAL_DIR=DIR cargo test --release --workspace --test gguf -- --nocapture real`, where DIR has
 //! `models/smollm2-135m` (safetensors, SmolLM2-135M-Instruct) and, if wanted, `models/SmolLM2-135M-Instruct.*.gguf` as
-//! llama.cpp converts it.
+//! llama.cpp converts it. Each `models/*.peer.safetensors` that `tests/peers/gguf_logits.py` wrote is compared, too.
 #![allow(
     clippy::print_stdout,
     reason = "says what was skipped and how close the numbers are"
@@ -288,5 +288,51 @@ fn real_models_differ_by_the_error_of_their_quantiser() {
             println!("{name}: {nats:.5} nats, {:.1} % the same token", 100.0 * same);
             assert!(nats <= 0.5, "{name}: {nats} nats");
         }
+    }
+}
+
+/// Values of a tensor of i64.
+fn whole_numbers(weights: &Weights, name: &str) -> Vec<u32> {
+    let view = weights.tensor(name).expect("the peer's file is whole");
+    let (numbers, _) = view.bytes().as_chunks::<8>();
+    let numbers = numbers
+        .iter()
+        .map(|&number| u32::try_from(i64::from_le_bytes(number)));
+    numbers.collect::<Result<_, _>>().expect("ids and positions")
+}
+
+#[test]
+fn real_files_of_llama_cpp_compute_as_in_transformers() {
+    let Some(models) = std::env::var_os("EAGLET_REAL_DIR").map(|folder| Path::new(&folder).join("models"))
+    else {
+        println!("skipped: EAGLET_REAL_DIR names no folder with models/*.peer.safetensors");
+        return;
+    };
+    for entry in std::fs::read_dir(&models).expect("a folder") {
+        let peer = entry.expect("an entry").path();
+        let name = peer
+            .file_name()
+            .and_then(|name| name.to_str())
+            .unwrap_or_default();
+        let Some(stem) = name.strip_suffix(".peer.safetensors") else {
+            continue;
+        };
+        let weights = Weights::open_file(&peer).unwrap_or_else(|error| panic!("{error}"));
+        let mut verifier = load(&models.join(format!("{stem}.gguf")));
+        let vocab_size = verifier.vocab_size();
+        let row = row(whole_numbers(&weights, "token_ids"));
+        let (_, logits) = verifier
+            .logits(&row, &mut Alone)
+            .unwrap_or_else(|error| panic!("{error}"));
+        let positions = whole_numbers(&weights, "positions");
+        let kept = positions
+            .iter()
+            .map(|&position| &logits[position as usize * vocab_size..][..vocab_size]);
+        let kept: Vec<f32> = kept.flatten().copied().collect();
+        let expected = weights.tensor("logits").expect("the peer's file is whole");
+        let expected = expected.to_f32().expect("floats");
+        let difference = difference(&kept, &expected);
+        println!("{stem}: within {difference:.1e} of transformers");
+        assert!(difference <= 1e-4, "{stem}: {difference:e}");
     }
 }

@@ -223,7 +223,7 @@ fn claims_are_compared_with_what_is_there() {
         .position(|window| window == b"\x01\0\0\0\0\0\0\0x")
         .expect("the key");
     bytes[at + 8] = 0xff;
-    refused(&bytes, &["the key of metadata entry 17 is no UTF-8"]);
+    refused(&bytes, &["the key of metadata entry 16 is no UTF-8"]);
 }
 
 #[test]
