@@ -70,6 +70,35 @@ pub(crate) fn all(config: &ClusterConfig, layers: &mut Layers) {
     samples(config, &mut checker);
     supervision(config, &mut checker);
     ranks(config, &mut checker);
+    stored_states(config, &mut checker);
+}
+
+/// Hidden states that are read from files, or written to them.
+fn stored_states(config: &ClusterConfig, checker: &mut Checker<'_>) {
+    let (from, to) = (&config.samples.hidden_states, &config.run.extract_to);
+    if let Some(folder) = from {
+        checker.rule(folder.is_dir(), &["samples.hidden_states"], || {
+            format!(
+                "samples.hidden_states: there is no folder {}; write one with `eaglet extract`",
+                folder.display()
+            )
+        });
+        let holds_out = !config.samples.held_out.is_empty() || config.samples.held_out_every > 0;
+        checker.rule(
+            !holds_out,
+            &["samples.held_out", "samples.held_out_every", "samples.hidden_states"],
+            || {
+                "samples.hidden_states leaves no verifier to answer held-out prompts; \
+                 set samples.held_out = [] and samples.held_out_every = 0, and measure acceptance where the draft is served"
+                    .to_owned()
+            },
+        );
+    }
+    checker.rule(
+        from.is_none() || to.is_none(),
+        &["run.extract_to", "samples.hidden_states"],
+        || "samples.hidden_states are there already; extract without that key".to_owned(),
+    );
 }
 
 fn verifier(config: &ClusterConfig, checker: &mut Checker<'_>) {

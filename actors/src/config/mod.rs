@@ -127,7 +127,9 @@ impl ClusterConfig {
             .files
             .iter_mut()
             .chain(&mut samples.watch)
-            .chain(&mut samples.held_out);
+            .chain(&mut samples.held_out)
+            .chain(&mut samples.hidden_states)
+            .chain(&mut self.run.extract_to);
         for path in files.chain([&mut self.run.directory, &mut self.verifier.path]) {
             if !path.as_os_str().is_empty() {
                 // Joining component by component drops `.`, so that one file has one spelling.

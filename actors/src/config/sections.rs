@@ -23,6 +23,8 @@ pub struct RunConfig {
     pub seed: u64,
     /// Address on which the coordinator waits for its ranks; port 0 takes a free one. Default `127.0.0.1:0`.
     pub listen: SocketAddr,
+    /// Folder that hidden states are written to instead of training on them; `eaglet extract` sets it. Default none.
+    pub extract_to: Option<PathBuf>,
 }
 
 impl Default for RunConfig {
@@ -32,6 +34,7 @@ impl Default for RunConfig {
             directory: PathBuf::new(),
             seed: 0,
             listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
+            extract_to: None,
         }
     }
 }
@@ -230,6 +233,9 @@ pub struct SamplesConfig {
     pub open: bool,
     /// Time between two looks at watched folders and growing files, in ms. Default 1000.
     pub poll_interval_ms: u64,
+    /// Folder with hidden states of the samples, from `eaglet extract` or speculators: they are read instead of computed.
+    /// Default none.
+    pub hidden_states: Option<PathBuf>,
     /// JSONL files that are only evaluated. Default none.
     pub held_out: Vec<PathBuf>,
     /// Without `held_out` files, every n-th sample is held out; 0 holds none out. Default 0.
@@ -252,6 +258,7 @@ impl Default for SamplesConfig {
             follow: false,
             open: false,
             poll_interval_ms: 1000,
+            hidden_states: None,
             held_out: Vec::new(),
             held_out_every: 0,
             held_out_rows: 4,
