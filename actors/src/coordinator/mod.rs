@@ -12,6 +12,7 @@ mod intake;
 mod monitor;
 mod operator;
 mod proxy;
+mod times;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};

@@ -75,7 +75,7 @@ impl Liveness {
         let disputes = counts.of(Fault::Disagreement) + counts.of(Fault::NotFinite);
         // Who cannot read its checkpoint is not started again.
         let vanished = counts.of(Fault::CheckpointVanishedLive) > 0;
-        let (excused, after) = if says("is not started again") || says("rank is left") {
+        let (excused, after) = if says("is not started again") || says("rank is left") || says("replica is left") {
             (vanished || self.exhausted(settings), AfterFailure::LaunchAgain)
         } else if says("is not finite") {
             let after = if faults.never_finite_one_in > 0 {
