@@ -143,10 +143,16 @@ mod tests {
         times.look(begun, &[view(0, 1000, 500)]);
         times.look(later(10), &[view(0, 8000, 3000)]);
         let shares = times.shares(later(10), &view(0, 0, 0)).expect("it is known");
-        assert!((shares[0] - 0.7).abs() < 1e-6 && (shares[1] - 0.25).abs() < 1e-6, "{shares:?}");
+        assert!(
+            (shares[0] - 0.7).abs() < 1e-6 && (shares[1] - 0.25).abs() < 1e-6,
+            "{shares:?}"
+        );
         let spent = |times: &mut WorkTimes| {
             let line = times.line();
-            assert_eq!((line.len(), &line[0]["seat"], &line[0]["stage"]), (1, &"verifier-1".into(), &1.into()));
+            assert_eq!(
+                (line.len(), &line[0]["seat"], &line[0]["stage"]),
+                (1, &"verifier-1".into(), &1.into())
+            );
             [&line[0]["busy_ms"], &line[0]["waiting_ms"]].map(|ms| ms.as_u64())
         };
         assert_eq!(spent(&mut times), [Some(8000), Some(3000)]);

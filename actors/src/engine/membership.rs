@@ -54,11 +54,13 @@ impl Engine {
         self.append_all(&seats, |seat| Record::SeatAdded { seat, threads });
         let names = list(&seats);
         Ok(match (role, &seats[..]) {
-            (Role::Draft, _) => format!("{names} is starting; it joins at a step boundary once it has loaded"),
+            (Role::Draft, _) => {
+                format!("{names} is starting; it joins at a step boundary once it has loaded")
+            }
             (Role::Verifier, [_]) => format!("{names} is starting"),
-            (Role::Verifier, _) => format!(
-                "{names} are starting; they take rows once all of them have loaded"
-            ),
+            (Role::Verifier, _) => {
+                format!("{names} are starting; they take rows once all of them have loaded")
+            }
         })
     }
 
@@ -148,10 +150,7 @@ impl Engine {
             Role::Verifier => self.seats_of_replica(self.replica_of(seat)).collect(),
         };
         let status = |seat: &Seat| self.seats.find(*seat).map(|state| state.status);
-        if let Some(leaving) = together
-            .iter()
-            .find(|seat| status(seat) == Some(Status::Leaving))
-        {
+        if let Some(leaving) = together.iter().find(|seat| status(seat) == Some(Status::Leaving)) {
             return Err(format!("{leaving} is just leaving; ask again when it is gone"));
         }
         if let Some(missing) = together.iter().find(|seat| status(seat).is_none()) {

@@ -194,7 +194,12 @@ impl Engine {
             let members = members.clone();
             self.send(seat, CoordinatorCommand::FormTeam { epoch, members });
         }
-        self.set_stage(replica, Stage::Forming { since_ms: self.now_ms });
+        self.set_stage(
+            replica,
+            Stage::Forming {
+                since_ms: self.now_ms,
+            },
+        );
     }
 
     /// TEAM-2: the present epoch of a team is over.
@@ -228,8 +233,7 @@ impl Engine {
     /// One row in work for each stage of the pipeline, and one behind them, so that no stage waits for the coordinator.
     pub(super) fn free_team(&self) -> Option<u16> {
         let most = usize::from(self.settings.pipeline) + 1;
-        let heard =
-            |state: &SeatState| self.now_ms < state.last_heard_ms + self.settings.suspect_after_ms;
+        let heard = |state: &SeatState| self.now_ms < state.last_heard_ms + self.settings.suspect_after_ms;
         self.teams
             .0
             .iter()

@@ -55,13 +55,10 @@ impl Inbox {
                 TryRecvError::Empty => Nothing::Yet,
                 TryRecvError::Disconnected => Nothing::Ever,
             }),
-            Some(patience) => self
-                .arriving
-                .recv_timeout(patience)
-                .map_err(|error| match error {
-                    RecvTimeoutError::Timeout => Nothing::Yet,
-                    RecvTimeoutError::Disconnected => Nothing::Ever,
-                }),
+            Some(patience) => self.arriving.recv_timeout(patience).map_err(|error| match error {
+                RecvTimeoutError::Timeout => Nothing::Yet,
+                RecvTimeoutError::Disconnected => Nothing::Ever,
+            }),
         }
     }
 

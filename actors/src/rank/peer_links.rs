@@ -115,7 +115,12 @@ pub(super) fn dial(
     bulk_name: &str,
 ) -> Result<BulkSender, LinkError> {
     let name = format!("{} to {}", from.seat, to.seat);
-    BulkSender::connect(bulk_name, Hello { from, epoch, to }, link_options(), move |error| {
-        tracing::warn!(link = name, %error, "a link ended");
-    })
+    BulkSender::connect(
+        bulk_name,
+        Hello { from, epoch, to },
+        link_options(),
+        move |error| {
+            tracing::warn!(link = name, %error, "a link ended");
+        },
+    )
 }

@@ -103,10 +103,8 @@ impl<E: Exchange> ShardPeers<E> {
     }
 
     fn send(&mut self, to: Shard, what: ShardMessage, values: &[f32]) -> Result<(), Interrupted> {
-        pieces(values.len()).try_for_each(|piece| {
-            self.exchange
-                .send(to, what, bytes_of_f32(values[piece].to_vec()))
-        })
+        pieces(values.len())
+            .try_for_each(|piece| self.exchange.send(to, what, bytes_of_f32(values[piece].to_vec())))
     }
 
     fn receive(&mut self, from: Shard, what: ShardMessage, values: &mut [f32]) -> Result<(), Interrupted> {
@@ -139,7 +137,11 @@ impl<E: Exchange> ShardPeers<E> {
                 if other == 0 {
                     before.extend(floats(&bytes));
                 } else {
-                    let sum = if other < slice { &mut before[..] } else { &mut *values };
+                    let sum = if other < slice {
+                        &mut before[..]
+                    } else {
+                        &mut *values
+                    };
                     for (sum, value) in sum.iter_mut().zip(floats(&bytes)) {
                         *sum += value;
                     }
@@ -280,12 +282,7 @@ mod tests {
             self.to[&to].send((what, bytes)).map_err(gone)
         }
 
-        fn receive(
-            &mut self,
-            from: Shard,
-            what: ShardMessage,
-            bytes: usize,
-        ) -> Result<Bytes, Interrupted> {
+        fn receive(&mut self, from: Shard, what: ShardMessage, bytes: usize) -> Result<Bytes, Interrupted> {
             let message = self.from[&from].recv().map_err(|_| Interrupted {
                 reason: format!("{from} is gone"),
             })?;
@@ -366,13 +363,22 @@ mod tests {
                     let stage = Shard::nth(index, 2, slices).stage;
                     let mut wanted = vec![0.0; elements];
                     for slice in 0..slices {
-                        let addend = values(Shard { slice, ..Shard::nth(stage * slices, 2, slices) }, elements);
+                        let addend = values(
+                            Shard {
+                                slice,
+                                ..Shard::nth(stage * slices, 2, slices)
+                            },
+                            elements,
+                        );
                         for (sum, value) in wanted.iter_mut().zip(addend) {
                             *sum = if slice == 0 { value } else { *sum + value };
                         }
                     }
                     let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
-                    assert!(bits(&sum) == bits(&wanted), "{elements} elements, {slices} slices");
+                    assert!(
+                        bits(&sum) == bits(&wanted),
+                        "{elements} elements, {slices} slices"
+                    );
                 }
             }
         }

@@ -138,8 +138,9 @@ impl BulkKind {
                     format!("the {row} has {bytes} bytes for [{tokens}, {states}, {hidden}] of {dtype:?}")
                 })
             }
-            Self::Shard { what, .. } => (bytes % 4 != 0)
-                .then(|| format!("a message between shards ({what:?}) has {bytes} bytes, which are no numbers")),
+            Self::Shard { what, .. } => (bytes % 4 != 0).then(|| {
+                format!("a message between shards ({what:?}) has {bytes} bytes, which are no numbers")
+            }),
             Self::Gradient { segment, .. } => (bytes % 4 != 0)
                 .then(|| format!("segment {segment} has {bytes} bytes, which is no number of f32")),
             Self::State {

@@ -47,12 +47,7 @@ impl RowParts {
     ///
     /// # Errors
     /// If it does not go with what is here, which then stays as it was.
-    pub fn add(
-        &mut self,
-        content: &PackedRow,
-        first: usize,
-        hidden: HiddenStates,
-    ) -> Result<(), PartError> {
+    pub fn add(&mut self, content: &PackedRow, first: usize, hidden: HiddenStates) -> Result<(), PartError> {
         let end = first + hidden.states;
         let last = end.saturating_sub(1);
         if *content != self.content || hidden.states > 0 && hidden.tokens() != content.len() {

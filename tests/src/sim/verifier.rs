@@ -184,7 +184,9 @@ impl Verifier {
             return Ok(());
         };
         if !self.loaded {
-            return Err(RankFault::passing("asked to extract before the verifier was loaded"));
+            return Err(RankFault::passing(
+                "asked to extract before the verifier was loaded",
+            ));
         }
         residual.bad = residual.bad.or(self.found(world, &job));
         let others: Vec<RankId> = self.slices().collect();
@@ -208,7 +210,11 @@ impl Verifier {
                     .copied()
                     .find(|&unit| is_bad(world, unit) && mix(unit.sample.0) % shards == own);
                 let units = &extraction.units;
-                if bad.is_none() && own == 0 && !world.calm && world.dice.one_in(world.plan.faults.refuse_one_in) {
+                if bad.is_none()
+                    && own == 0
+                    && !world.calm
+                    && world.dice.one_in(world.plan.faults.refuse_one_in)
+                {
                     bad = Some(units[world.dice.place(units.len())]);
                 }
                 if bad.is_some() {
@@ -240,13 +246,15 @@ impl Verifier {
                     let content = job.content();
                     Phase::Computing(job, Residual { content, bad: None })
                 }
-                Phase::Entering(job) => match self.receive(world, self.stage(self.shard.stage - 1), Word::Residual)? {
-                    Some(residual) => Phase::Computing(job, residual),
-                    None => {
-                        self.phase = Phase::Entering(job);
-                        return Ok(());
+                Phase::Entering(job) => {
+                    match self.receive(world, self.stage(self.shard.stage - 1), Word::Residual)? {
+                        Some(residual) => Phase::Computing(job, residual),
+                        None => {
+                            self.phase = Phase::Entering(job);
+                            return Ok(());
+                        }
                     }
-                },
+                }
                 Phase::Computing(job, residual) => {
                     self.phase = Phase::Computing(job, residual);
                     return Ok(());
@@ -254,7 +262,10 @@ impl Verifier {
                 Phase::Summing(job, mut residual) => {
                     let others: Vec<RankId> = self.slices().collect();
                     // All of them are there, or none is taken.
-                    if others.iter().any(|other| self.arrived.get(other).is_none_or(VecDeque::is_empty)) {
+                    if others
+                        .iter()
+                        .any(|other| self.arrived.get(other).is_none_or(VecDeque::is_empty))
+                    {
                         self.phase = Phase::Summing(job, residual);
                         return Ok(());
                     }
@@ -312,10 +323,7 @@ impl Verifier {
 
     fn slices(&self) -> impl Iterator<Item = RankId> + use<> {
         let Shard {
-            stage,
-            slice,
-            slices,
-            ..
+            stage, slice, slices, ..
         } = self.shard;
         let members = self.members.clone();
         (0..slices)
@@ -392,7 +400,10 @@ impl Verifier {
     fn keep(&mut self, parcel: Parcel) {
         let is_present = parcel.epoch == self.epoch && self.members.contains(&parcel.from);
         if is_present && matches!(parcel.load, Load::Shard { .. }) {
-            self.arrived.entry(parcel.from).or_default().push_back(parcel.load);
+            self.arrived
+                .entry(parcel.from)
+                .or_default()
+                .push_back(parcel.load);
         }
     }
 
@@ -410,7 +421,12 @@ impl Verifier {
     }
 
     /// The next word of a peer, if it is here.
-    fn receive(&mut self, world: &World, from: RankId, expected: Word) -> Result<Option<Residual>, RankFault> {
+    fn receive(
+        &mut self,
+        world: &World,
+        from: RankId,
+        expected: Word,
+    ) -> Result<Option<Residual>, RankFault> {
         let Some(Load::Shard {
             turn,
             sequence,

@@ -98,12 +98,7 @@ impl Couriers {
         }
     }
 
-    fn send(
-        &mut self,
-        context: &Context,
-        destination: &Member,
-        message: BulkOutgoing,
-    ) -> Result<(), Unsent> {
+    fn send(&mut self, context: &Context, destination: &Member, message: BulkOutgoing) -> Result<(), Unsent> {
         match self.link_to(context, destination)?.send(message, SEND_TIMEOUT) {
             Ok(()) => Ok(()),
             Err(error @ SendError::Invalid { .. }) => Err(Unsent::Never(error.to_string())),

@@ -122,7 +122,10 @@ impl Team {
                 .iter()
                 .any(|member| (member.seat, member.generation) == (header.from.index, header.generation));
         if known {
-            self.arrived.entry(header.from.index).or_default().push_back(message);
+            self.arrived
+                .entry(header.from.index)
+                .or_default()
+                .push_back(message);
         } else {
             // SHARDS-1
             tracing::debug!(from = %header.from, epoch = %header.epoch, "a message of another epoch was dropped");

@@ -261,7 +261,9 @@ impl Draft {
         let first = parts.values().next().copied().unwrap_or_default();
         if parts.values().any(|&other| other != first) {
             let parts = parts.clone();
-            world.tear(format!("the {row} of lease {lease} has parts of different rows: {parts:?}"));
+            world.tear(format!(
+                "the {row} of lease {lease} has parts of different rows: {parts:?}"
+            ));
         }
         self.parts.remove(&row);
         self.rows.insert(row, (lease, first));

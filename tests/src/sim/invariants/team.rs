@@ -81,18 +81,27 @@ impl Teams {
             CoordinatorCommand::Abandon { epoch } => {
                 let team = self.team(seat);
                 if *epoch <= team.epoch {
-                    return broken(NAME, format!("{seat} is told to leave for epoch {epoch} in {}", team.epoch));
+                    return broken(
+                        NAME,
+                        format!("{seat} is told to leave for epoch {epoch} in {}", team.epoch),
+                    );
                 }
                 team.over = true;
                 Ok(())
             }
             CoordinatorCommand::FormTeam { epoch, members } => {
-                let members: Vec<_> = members.iter().map(|member| (member.seat, member.generation)).collect();
+                let members: Vec<_> = members
+                    .iter()
+                    .map(|member| (member.seat, member.generation))
+                    .collect();
                 self.invited(book, seat, generation, *epoch, members)
             }
-            CoordinatorCommand::Extract(extraction) => {
-                self.given(seat, generation, extraction.turn, (extraction.row, extraction.lease))
-            }
+            CoordinatorCommand::Extract(extraction) => self.given(
+                seat,
+                generation,
+                extraction.turn,
+                (extraction.row, extraction.lease),
+            ),
             CoordinatorCommand::ExtractHeldOut(request) => {
                 self.given(seat, generation, request.turn, (request.row, request.lease))
             }
@@ -124,10 +133,16 @@ impl Teams {
                 ..Team::default()
             };
         } else if epoch < team.epoch || team.members != members || team.over {
-            return broken(NAME, format!("epoch {epoch} is formed as {members:?} after {team:?}"));
+            return broken(
+                NAME,
+                format!("epoch {epoch} is formed as {members:?} after {team:?}"),
+            );
         }
         if !team.members.contains(&(seat.index, generation)) || !team.invited.insert(seat.index) {
-            return broken(NAME, format!("{seat} is invited to epoch {epoch} twice, or is another one"));
+            return broken(
+                NAME,
+                format!("{seat} is invited to epoch {epoch} twice, or is another one"),
+            );
         }
         Ok(())
     }
@@ -136,12 +151,18 @@ impl Teams {
         let shards = usize::from(self.shards);
         let team = self.team(seat);
         if team.over || team.epoch != turn.epoch || team.ready.len() != shards {
-            return broken(NAME, format!("{seat} is given {row:?} in {turn:?}, and its team is {team:?}"));
+            return broken(
+                NAME,
+                format!("{seat} is given {row:?} in {turn:?}, and its team is {team:?}"),
+            );
         }
         let given = team.given.entry(seat.index).or_default();
         let place = turn.number as usize;
         if !team.members.contains(&(seat.index, generation)) || *given != turn.number {
-            return broken(NAME, format!("{seat} is given {row:?} in {turn:?} after {given} rows"));
+            return broken(
+                NAME,
+                format!("{seat} is given {row:?} in {turn:?} after {given} rows"),
+            );
         }
         *given += 1;
         match team.rows.get(place) {
