@@ -6,7 +6,7 @@ use eaglet_runtime::digest::Digest;
 use eaglet_runtime::draft::{DraftSpec, TrainingSpec};
 use eaglet_runtime::optimizer::AdamWSpec;
 use eaglet_runtime::samples::{ChatTokenizer, TokenizerError};
-use eaglet_runtime::verifier::{VerifierConfig, VerifierError, VerifierFiles};
+use eaglet_runtime::verifier::{Shard, VerifierConfig, VerifierError, VerifierFiles};
 
 use serde_json::Value;
 
@@ -91,6 +91,31 @@ pub fn contract_of(
         tokenizer: tokenizer.tokenizer_digest(),
         template: tokenizer.template_digest(),
     })
+}
+
+/// Whether the verifier can be cut into the shards that are asked for. Reads headers only.
+///
+/// # Errors
+/// If there are more stages than layers, or a slice cannot be cut.
+pub fn check_cut(config: &ClusterConfig, files: &VerifierFiles) -> Result<(), RecipeError> {
+    let (stages, slices) = (config.verifier.pipeline, config.verifier.tensor);
+    let layers = files.config().layers;
+    if usize::from(stages) > layers {
+        return Err(misfit(
+            "verifier.pipeline",
+            format!("{stages} stages are more than the {layers} layers of the verifier; take fewer"),
+        ));
+    }
+    for index in (0..config.verifier.shards()).filter(|_| stages * slices > 1) {
+        let shard = Shard::nth(index, stages, slices);
+        if let Some(problem) = files.problems(shard).first() {
+            return Err(misfit(
+                "verifier.tensor",
+                format!("{shard} cannot be computed: {problem}"),
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// The draft's shape.

@@ -47,12 +47,24 @@ struct Team {
     stage: Stage,
     /// Rows in work, by the number of their lease.
     leases: BTreeMap<u64, Lease>,
-    /// Rows given in this epoch.
+    /// Work given in this epoch.
     turns: u64,
     /// When it was last seen to come on.
     progress_ms: u64,
     /// A link between members that broke: its other end, and when that was heard.
     broken_link: Option<(Seat, Generation, u64)>,
+}
+
+impl Team {
+    /// TEAM-3
+    fn next_turn(&mut self) -> Turn {
+        let turn = Turn {
+            epoch: self.epoch,
+            number: self.turns,
+        };
+        self.turns += 1;
+        turn
+    }
 }
 
 /// All teams, by the number of the replica.
@@ -162,6 +174,7 @@ impl Engine {
                 Stage::Forming { .. } => {
                     if self.all_of_replica(replica, |state| state.joined == Some(epoch)) {
                         self.set_stage(replica, Stage::Formed);
+                        self.check_team(replica);
                         if self.settings.shards() > 1 {
                             let shards = self.settings.shards();
                             self.notice(format!(
@@ -173,6 +186,16 @@ impl Engine {
                 }
                 Stage::Formed => {}
             }
+        }
+    }
+
+    /// The first work of each epoch: nobody trains on the states of shards that do not fit together.
+    fn check_team(&mut self, replica: u16) {
+        let Some(turn) = self.teams.0.get_mut(&replica).map(Team::next_turn) else {
+            return;
+        };
+        for seat in self.seats_of_replica(replica) {
+            self.send(seat, CoordinatorCommand::CheckVerifier { turn });
         }
     }
 
@@ -253,11 +276,7 @@ impl Engine {
             .map(|seat| (seat, self.seats.get(seat).generation))
             .collect();
         let team = self.teams.0.get_mut(&replica)?;
-        let turn = Turn {
-            epoch: team.epoch,
-            number: team.turns,
-        };
-        team.turns += 1;
+        let turn = team.next_turn();
         let lease_of_all = Lease {
             row,
             since_ms: self.now_ms,

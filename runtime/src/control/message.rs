@@ -109,12 +109,12 @@ pub enum DraftOrigin {
     Peer(Member),
 }
 
-/// The place of a row in the work of the shards of one verifier: all of them compute the same rows in the same order.
+/// The place of a row in the work of the shards of one verifier: all of them compute the same in the same order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Turn {
     /// Membership of the team for which it was given.
     pub epoch: Epoch,
-    /// Rows that the team was given before it in that epoch.
+    /// What the team was given before it in that epoch.
     pub number: u64,
 }
 
@@ -396,6 +396,11 @@ pub enum CoordinatorCommand {
         epoch: Epoch,
         /// All members in the order of their shards, this rank among them.
         members: Vec<Member>,
+    },
+    /// Compare a few hidden states with the verifier's own logits, together with its other shards.
+    CheckVerifier {
+        /// When: the first work of each epoch.
+        turn: Turn,
     },
     /// Link up with these members, in seat order.
     FormGroup {

@@ -22,6 +22,8 @@ use super::world::World;
 
 /// Longest time that a shard computes a row.
 const ROW_MS: u64 = 8;
+/// Longest time that it compares a few states with its logits.
+const CHECK_MS: u64 = 4;
 /// Longest time that it answers held-out prompts.
 const ANSWER_MS: u64 = 12;
 
@@ -53,6 +55,7 @@ pub struct Verifier {
 
 #[derive(Clone, Debug)]
 enum Job {
+    Check,
     Row(Extraction),
     HeldOut(HeldOutRequest),
 }
@@ -71,22 +74,9 @@ enum Phase {
 }
 
 impl Job {
-    fn row(&self) -> (RowId, u64) {
-        match self {
-            Self::Row(extraction) => (extraction.row, extraction.lease),
-            Self::HeldOut(request) => (request.row, request.lease),
-        }
-    }
-
-    fn destination(&self) -> &Member {
-        match self {
-            Self::Row(extraction) => &extraction.destination,
-            Self::HeldOut(request) => &request.destination,
-        }
-    }
-
     fn content(&self) -> u64 {
         match self {
+            Self::Check => 1,
             Self::Row(extraction) => match extraction.row {
                 RowId::Train { step, lane } => row_content(step, lane, &extraction.units),
                 RowId::HeldOut { .. } => 0,
@@ -118,6 +108,7 @@ impl Verifier {
     pub(super) fn activity(&self) -> Activity {
         match &self.phase {
             Phase::Idle => Activity::Idle,
+            Phase::Computing(Job::Check, _) => Activity::Loading,
             Phase::Computing(Job::Row(_), _) => Activity::Extracting,
             Phase::Computing(Job::HeldOut(_), _) => Activity::Generating,
             Phase::Entering(_) | Phase::Summing(..) | Phase::Listening(..) => Activity::AwaitingPeers,
@@ -127,6 +118,7 @@ impl Verifier {
     /// Work that needs no input, by the time that it takes at most.
     pub(super) fn work_ms(&self) -> Option<u64> {
         match &self.phase {
+            Phase::Computing(Job::Check, _) => Some(CHECK_MS),
             Phase::Computing(Job::Row(_), _) => Some(ROW_MS),
             Phase::Computing(Job::HeldOut(_), _) => Some(ANSWER_MS),
             _ => None,
@@ -144,6 +136,7 @@ impl Verifier {
             Input::Command(CoordinatorCommand::FormTeam { epoch, members }) => {
                 self.form(world, id, epoch, &members);
             }
+            Input::Command(CoordinatorCommand::CheckVerifier { turn }) => self.enqueue(turn, Job::Check),
             Input::Command(CoordinatorCommand::Extract(extraction)) => {
                 self.enqueue(extraction.turn, Job::Row(extraction));
             }
@@ -203,6 +196,7 @@ impl Verifier {
         let own = u64::from(self.shard.stage * self.shard.slices + self.shard.slice);
         let shards = u64::from(self.shard.stages * self.shard.slices);
         let bad = match job {
+            Job::Check => None,
             Job::Row(extraction) => {
                 let mut bad = extraction
                     .units
@@ -449,7 +443,11 @@ impl Verifier {
     }
 
     fn hand_over(&mut self, world: &mut World, id: RankId, job: &Job, residual: Residual) {
-        let (row, lease) = job.row();
+        let (row, lease, destination) = match job {
+            Job::Check => return,
+            Job::Row(extraction) => (extraction.row, extraction.lease, &extraction.destination),
+            Job::HeldOut(request) => (request.row, request.lease, &request.destination),
+        };
         if let Some(unit) = residual.bad {
             world.say(
                 id,
@@ -470,7 +468,7 @@ impl Verifier {
                 stage: self.shard.stage,
                 content: residual.content,
             };
-            if !courier(world, id, (row, lease), load, job.destination()) {
+            if !courier(world, id, (row, lease), load, destination) {
                 return;
             }
         }

@@ -222,7 +222,15 @@ fn a_team_gets_rows_once_all_members_are_linked_up_and_one_more_than_it_has_stag
     cluster.join(&ALL[3..], epoch);
     let given = cluster.given.clone();
     assert_eq!(given.len(), 3, "{given:#?}");
-    for (number, given) in (0..).zip(&given) {
+    // The first turn is the check.
+    let checked = cluster.told.iter().filter(
+        |(_, command)| matches!(command, CoordinatorCommand::CheckVerifier { turn } if *turn == Turn { epoch, number: 0 }),
+    );
+    assert_eq!(
+        checked.map(|(seat, _)| seat.index).collect::<Vec<_>>(),
+        [0, 1, 2, 3]
+    );
+    for (number, given) in (1..).zip(&given) {
         assert_eq!(given.members, [0, 1, 2, 3]);
         assert_eq!(given.turn, Turn { epoch, number });
     }
@@ -239,7 +247,7 @@ fn a_team_gets_rows_once_all_members_are_linked_up_and_one_more_than_it_has_stag
     }
     cluster.say(1, 0, done);
     assert_eq!(cluster.given.len(), 4);
-    assert_eq!(cluster.given[3].turn, Turn { epoch, number: 3 });
+    assert_eq!(cluster.given[3].turn, Turn { epoch, number: 4 });
     assert_eq!(cluster.engine.view(cluster.now_ms).extracted_tokens, 9);
 }
 
@@ -308,7 +316,7 @@ fn a_lost_member_voids_what_its_team_had_and_the_others_wait_for_its_replacement
         (
             Turn {
                 epoch: second,
-                number: 0
+                number: 1
             },
             &[0, 1, 2, 3][..]
         )

@@ -134,6 +134,7 @@ impl DraftWorker {
             | CoordinatorCommand::Quit => {}
             CoordinatorCommand::LoadVerifier
             | CoordinatorCommand::FormTeam { .. }
+            | CoordinatorCommand::CheckVerifier { .. }
             | CoordinatorCommand::Extract(_)
             | CoordinatorCommand::ExtractHeldOut(_) => {
                 return Err(RankFault::passing("a draft replica was told to be a verifier"));

@@ -6,7 +6,6 @@
 //! Files: `team` the other shards, `couriers` the links to draft replicas.
 
 mod couriers;
-mod model;
 mod team;
 
 use std::collections::BTreeMap;
@@ -16,13 +15,12 @@ use eaglet_runtime::control::{
     Activity, CoordinatorCommand, Extraction, HeldOutRequest, Member, RankEvent, Turn,
 };
 use eaglet_runtime::digest::Digest;
-use eaglet_runtime::ids::{Epoch, RowId};
+use eaglet_runtime::ids::{Epoch, RowId, Step, Unit};
 use eaglet_runtime::link::BulkEvent;
 use eaglet_runtime::row::{HiddenStates, PackedRow, Sample};
-use eaglet_runtime::verifier::{Interrupted, Peers, Shard, VerifierError};
+use eaglet_runtime::verifier::{Interrupted, Peers, Shard, Verifier, VerifierError, VerifierOptions};
 
 use self::couriers::{Captured, Couriers};
-use self::model::{Model, Unable};
 use self::team::{Talk, Team};
 use super::{Context, Inbox, Input, Progress, RankFault, Worker};
 use crate::faults::{self, Point};
@@ -36,7 +34,7 @@ pub(super) struct VerifierWorker {
     team: Team,
     /// The newest epoch in which it linked up, or tried to.
     tried: Option<Epoch>,
-    /// Rows of the present epoch, by their turn.
+    /// Work of the present epoch, by its turn.
     jobs: BTreeMap<Turn, Job>,
     /// Number of the turn that is next.
     next: u64,
@@ -44,23 +42,16 @@ pub(super) struct VerifierWorker {
 }
 
 struct Loaded {
-    model: Model,
+    verifier: Verifier,
     contract: Digest,
     stop_ids: Vec<u32>,
 }
 
-/// A row to compute.
+/// Something to compute.
 enum Job {
+    Check,
     Row(Extraction),
     HeldOut(HeldOutRequest),
-}
-
-/// What a row or held-out prompts came to.
-enum Verdict {
-    /// Hidden states of these documents.
-    Good(PackedRow, HiddenStates),
-    /// A document has states that are not finite, from a layer on.
-    Bad { document: usize, layer: u32 },
 }
 
 impl VerifierWorker {
@@ -82,13 +73,16 @@ impl VerifierWorker {
         self.context.enter(Activity::Loading);
         faults::reach(Point::Load, None)?;
         let config = &self.context.config.verifier;
-        let threads = self.context.threads;
-        let model = Model::load(&config.path, threads, config.aux_layers.clone(), self.shard)
-            .map_err(RankFault::permanent)?;
+        let options = VerifierOptions {
+            threads: self.context.threads,
+            aux_layers: config.aux_layers.clone(),
+            shard: self.shard,
+        };
+        let verifier = Verifier::load(&config.path, options).map_err(RankFault::permanent)?;
         let contract = recipe::contract(&self.context.config).map_err(RankFault::permanent)?;
         self.loaded = Some(Loaded {
-            stop_ids: model.stop_ids().to_vec(),
-            model,
+            stop_ids: verifier.config().eos_token_ids.clone(),
+            verifier,
             contract: contract.digest(),
         });
         self.context.say(RankEvent::VerifierReady { contract });
@@ -139,7 +133,7 @@ impl VerifierWorker {
         }
     }
 
-    /// The row whose turn it is, if it is here.
+    /// What is next, if it is here.
     fn next_job(&mut self) -> Option<(u64, Job)> {
         let turn = Turn {
             epoch: self.team.epoch(),
@@ -163,99 +157,107 @@ impl VerifierWorker {
     }
 
     fn work_on(&mut self, number: u64, job: Job, inbox: &mut Inbox) -> Result<(), RankFault> {
-        let (row, lease, destination, units) = match &job {
-            Job::Row(extraction) => (
-                extraction.row,
-                extraction.lease,
-                extraction.destination.clone(),
-                extraction.units.clone(),
-            ),
-            Job::HeldOut(request) => (
-                request.row,
-                request.lease,
-                request.destination.clone(),
-                Vec::new(),
-            ),
-        };
-        let _row = tracing::info_span!("row", %row).entered();
-        let verdict = match job {
+        let done = match job {
+            Job::Check => self.check(number, inbox),
             Job::Row(extraction) => self.extract(number, extraction, inbox),
             Job::HeldOut(request) => self.answer(number, request, inbox),
         };
-        match verdict {
-            Ok(Verdict::Good(content, hidden)) => self.hand_over((row, lease), content, hidden, &destination),
-            Ok(Verdict::Bad { document, layer }) => {
-                let reason = match row {
-                    RowId::Train { .. } => format!("its hidden states are not finite from layer {layer} on"),
-                    RowId::HeldOut { .. } => "no held-out prompt has finite hidden states".to_owned(),
-                };
-                let unit = units.get(document).copied();
-                self.context.say(RankEvent::BadSample {
-                    row,
-                    lease,
-                    unit,
-                    reason,
-                });
-                Ok(())
-            }
+        match done {
+            Ok(()) => Ok(()),
             Err(Stopped::Interrupted(interrupted)) => self.give_up(&interrupted),
             Err(Stopped::Fault(fault)) => Err(fault),
         }
     }
 
-    fn extract(
-        &mut self,
-        number: u64,
-        Extraction { row, content, .. }: Extraction,
-        inbox: &mut Inbox,
-    ) -> Result<Verdict, Stopped> {
+    /// Compares a few hidden states with the verifier's own logits, before anything is trained on them.
+    fn check(&mut self, number: u64, inbox: &mut Inbox) -> Result<(), Stopped> {
+        // The first pass is the one that reads the weights.
+        self.context.activity.restart(Activity::Loading);
+        let dtype = self.context.config.verifier.hidden_dtype;
+        let (verifier, mut peers, _) = self.together(number, None, Activity::Loading, inbox)?;
+        let checked = match verifier.self_check(dtype, &mut peers) {
+            Err(VerifierError::Interrupted(interrupted)) => return Err(interrupted.into()),
+            checked => checked.map_err(RankFault::permanent)?,
+        };
+        tracing::info!(
+            tokens = checked.tokens,
+            logits = checked.logits,
+            difference = checked.difference,
+            tolerance = checked.tolerance,
+            "hidden states give the verifier's own logits"
+        );
+        Ok(())
+    }
+
+    fn refuse(&self, row: RowId, lease: u64, unit: Option<Unit>, reason: String) {
+        self.context.say(RankEvent::BadSample {
+            row,
+            lease,
+            unit,
+            reason,
+        });
+    }
+
+    fn extract(&mut self, number: u64, extraction: Extraction, inbox: &mut Inbox) -> Result<(), Stopped> {
+        let Extraction {
+            row,
+            lease,
+            units,
+            content,
+            destination,
+            ..
+        } = extraction;
+        let _row = tracing::info_span!("row", %row).entered();
         // Each row has the whole time limit.
         self.context.activity.restart(Activity::Extracting);
         faults::reach(Point::Extract, row.step()).map_err(RankFault::from)?;
         let dtype = self.context.config.verifier.hidden_dtype;
-        let (model, mut peers, _) = self.together(number, row, Activity::Extracting, inbox)?;
-        match model.extract(&content, dtype, &mut peers) {
-            Ok(hidden) => Ok(Verdict::Good(content, hidden)),
-            Err(Unable::Verifier(VerifierError::NonFinite { document, layer })) => {
-                Ok(Verdict::Bad { document, layer })
+        let (verifier, mut peers, _) = self.together(number, row.step(), Activity::Extracting, inbox)?;
+        match verifier.extract(&content, dtype, &mut peers) {
+            Ok(hidden) => self.hand_over((row, lease), content, hidden, &destination)?,
+            Err(VerifierError::NonFinite { document, layer }) => {
+                let reason = format!("its hidden states are not finite from layer {layer} on");
+                self.refuse(row, lease, units.get(document).copied(), reason);
             }
-            Err(unable) => Err(unable.into()),
+            Err(error) => return Err(error.into()),
         }
+        Ok(())
     }
 
     /// Answers held-out prompts and extracts them; a prompt with states that are not finite is left out.
-    fn answer(
-        &mut self,
-        number: u64,
-        request: HeldOutRequest,
-        inbox: &mut Inbox,
-    ) -> Result<Verdict, Stopped> {
+    fn answer(&mut self, number: u64, request: HeldOutRequest, inbox: &mut Inbox) -> Result<(), Stopped> {
         let HeldOutRequest {
             row,
+            lease,
             mut prompts,
             max_new_tokens,
+            destination,
             ..
         } = request;
+        let _row = tracing::info_span!("row", %row).entered();
         self.context.activity.restart(Activity::Generating);
         faults::reach(Point::Extract, row.step()).map_err(RankFault::from)?;
         let (dtype, shard) = (self.context.config.verifier.hidden_dtype, self.shard);
         while !prompts.is_empty() {
-            let (model, mut peers, stop_ids) = self.together(number, row, Activity::Generating, inbox)?;
-            let extracted = model
+            let (verifier, mut peers, stop_ids) =
+                self.together(number, row.step(), Activity::Generating, inbox)?;
+            let extracted = verifier
                 .generate(&prompts, max_new_tokens, stop_ids, &mut peers)
                 .and_then(|answers| {
                     let content = packed(&prompts, answers);
-                    let hidden = model.extract(&content, dtype, &mut peers)?;
+                    let hidden = verifier.extract(&content, dtype, &mut peers)?;
                     Ok((content, hidden))
                 });
             let (found, extracted) = match extracted {
                 Ok(extracted) => (None, Some(extracted)),
-                Err(Unable::Verifier(VerifierError::NonFinite { document, .. })) => (Some(document), None),
-                Err(unable) => return Err(unable.into()),
+                Err(VerifierError::NonFinite { document, .. }) => (Some(document), None),
+                Err(error) => return Err(error.into()),
             };
-            // What one shard has found the others may not have seen; all leave the same prompt out.
+            // What one stage has found the others may not have seen; all leave the same prompt out.
             match (agree(shard, found, &mut peers)?, extracted) {
-                (None, Some((content, hidden))) => return Ok(Verdict::Good(content, hidden)),
+                (None, Some((content, hidden))) => {
+                    return Ok(self.hand_over((row, lease), content, hidden, &destination)?);
+                }
                 (Some(prompt), _) if prompt < prompts.len() => {
                     tracing::warn!(%row, prompt, "a held-out prompt has states that are not finite");
                     prompts.remove(prompt);
@@ -268,20 +270,23 @@ impl VerifierWorker {
                 }
             }
         }
-        Ok(Verdict::Bad {
-            document: 0,
-            layer: 0,
-        })
+        self.refuse(
+            row,
+            lease,
+            None,
+            "no held-out prompt has finite hidden states".to_owned(),
+        );
+        Ok(())
     }
 
-    /// The model, the other shards as it sees them for one row, and where answers end.
+    /// The verifier, its other shards as this one sees them for one row, and where answers end.
     fn together<'a>(
         &'a mut self,
         turn: u64,
-        row: RowId,
+        step: Option<Step>,
         activity: Activity,
         inbox: &'a mut Inbox,
-    ) -> Result<(&'a mut Model, ShardPeers<Talk<'a>>, &'a [u32]), RankFault> {
+    ) -> Result<(&'a mut Verifier, ShardPeers<Talk<'a>>, &'a [u32]), RankFault> {
         let Self {
             context,
             shard,
@@ -289,16 +294,18 @@ impl VerifierWorker {
             team,
             ..
         } = self;
-        let Loaded { model, stop_ids, .. } = loaded.as_mut().ok_or_else(not_loaded)?;
+        let Loaded {
+            verifier, stop_ids, ..
+        } = loaded.as_mut().ok_or_else(not_loaded)?;
         let talk = Talk {
             context,
             team,
             inbox,
             activity,
             turn,
-            step: row.step(),
+            step,
         };
-        Ok((model, ShardPeers::new(*shard, talk), stop_ids))
+        Ok((verifier, ShardPeers::new(*shard, talk), stop_ids))
     }
 
     /// Sends the states that this shard has captured, if it is the slice of its stage whose turn that is.
@@ -313,7 +320,7 @@ impl VerifierWorker {
         tracing::debug!(tokens, draft = destination.seat, "hidden states extracted");
         faults::reach(Point::Transfer, row.step())?;
         let loaded = self.loaded.as_ref().ok_or_else(not_loaded)?;
-        let states = loaded.model.captured();
+        let states = loaded.verifier.captured();
         // All slices of a stage hold the same states; they take turns.
         let sends = lease % u64::from(self.shard.slices) == u64::from(self.shard.slice);
         if sends && !states.is_empty() {
@@ -358,11 +365,11 @@ impl From<Interrupted> for Stopped {
     }
 }
 
-impl From<Unable> for Stopped {
-    fn from(unable: Unable) -> Self {
-        match unable {
-            Unable::Interrupted(interrupted) => Self::Interrupted(interrupted),
-            Unable::Verifier(error) => Self::Fault(RankFault::passing(error)),
+impl From<VerifierError> for Stopped {
+    fn from(error: VerifierError) -> Self {
+        match error {
+            VerifierError::Interrupted(interrupted) => Self::Interrupted(interrupted),
+            error => Self::Fault(RankFault::passing(error)),
         }
     }
 }
@@ -403,6 +410,7 @@ impl Worker for VerifierWorker {
             Input::Command(CoordinatorCommand::LoadVerifier) => self.load()?,
             Input::Command(CoordinatorCommand::Abandon { epoch }) => self.abandon(epoch),
             Input::Command(CoordinatorCommand::FormTeam { epoch, members }) => self.form(epoch, members)?,
+            Input::Command(CoordinatorCommand::CheckVerifier { turn }) => self.enqueue(turn, Job::Check),
             Input::Command(CoordinatorCommand::Extract(extraction)) => {
                 self.enqueue(extraction.turn, Job::Row(extraction));
             }

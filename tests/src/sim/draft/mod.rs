@@ -171,6 +171,7 @@ impl Draft {
             | CoordinatorCommand::Quit => {}
             CoordinatorCommand::LoadVerifier
             | CoordinatorCommand::FormTeam { .. }
+            | CoordinatorCommand::CheckVerifier { .. }
             | CoordinatorCommand::Extract(_)
             | CoordinatorCommand::ExtractHeldOut(_) => {
                 return Err(RankFault::passing("a draft replica was told to be a verifier"));

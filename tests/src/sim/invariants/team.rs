@@ -2,7 +2,7 @@
 //!
 //! - Epochs of a team only go up, over launches, too, and all members of one are told the same.
 //! - A row goes to a team only while all of its members are linked up in its present epoch, and none of them is lost.
-//! - All members of a team are given the same rows in the same order.
+//! - All members of a team are given the same in the same order; first of all they compare a few states with the logits.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -23,9 +23,9 @@ struct Team {
     ready: BTreeSet<u16>,
     /// Whether a member was lost, or they were told to part.
     over: bool,
-    /// Rows by their turn, with their leases.
-    rows: Vec<(RowId, u64)>,
-    /// Rows that each member was given.
+    /// Rows by their turn, with their leases; the check has none.
+    rows: Vec<Option<(RowId, u64)>>,
+    /// What each member was given.
     given: BTreeMap<u16, u64>,
 }
 
@@ -96,14 +96,15 @@ impl Teams {
                     .collect();
                 self.invited(book, seat, generation, *epoch, members)
             }
+            CoordinatorCommand::CheckVerifier { turn } => self.given(seat, generation, *turn, None),
             CoordinatorCommand::Extract(extraction) => self.given(
                 seat,
                 generation,
                 extraction.turn,
-                (extraction.row, extraction.lease),
+                Some((extraction.row, extraction.lease)),
             ),
             CoordinatorCommand::ExtractHeldOut(request) => {
-                self.given(seat, generation, request.turn, (request.row, request.lease))
+                self.given(seat, generation, request.turn, Some((request.row, request.lease)))
             }
             _ => Ok(()),
         }
@@ -147,7 +148,13 @@ impl Teams {
         Ok(())
     }
 
-    fn given(&mut self, seat: Seat, generation: Generation, turn: Turn, row: (RowId, u64)) -> Checked {
+    fn given(
+        &mut self,
+        seat: Seat,
+        generation: Generation,
+        turn: Turn,
+        row: Option<(RowId, u64)>,
+    ) -> Checked {
         let shards = usize::from(self.shards);
         let team = self.team(seat);
         if team.over || team.epoch != turn.epoch || team.ready.len() != shards {
@@ -155,6 +162,9 @@ impl Teams {
                 NAME,
                 format!("{seat} is given {row:?} in {turn:?}, and its team is {team:?}"),
             );
+        }
+        if (turn.number == 0) != row.is_none() {
+            return broken(NAME, format!("{seat} is given {row:?} in {turn:?}"));
         }
         let given = team.given.entry(seat.index).or_default();
         let place = turn.number as usize;
