@@ -322,6 +322,23 @@ fn ranks(config: &ClusterConfig, checker: &mut Checker<'_>) {
             )
         });
     }
+    let (stages, slices) = (config.verifier.pipeline, config.verifier.tensor);
+    let shards = usize::from(stages) * usize::from(slices);
+    let verifiers = config
+        .ranks
+        .iter()
+        .filter(|rank| rank.role == Role::Verifier)
+        .count();
+    checker.rule(
+        verifiers == 0 || shards > 0 && verifiers.is_multiple_of(shards),
+        &["verifier.pipeline", "verifier.tensor", "ranks"],
+        || {
+            format!(
+                "verifier.pipeline = {stages} and verifier.tensor = {slices} cut a verifier into {shards} shards, and \
+                 there are {verifiers} verifier ranks; give each replica of the verifier {shards} of them"
+            )
+        },
+    );
     for (role, remedy) in [
         (Role::Verifier, "nothing would extract hidden states"),
         (Role::Draft, "nothing would be trained"),
@@ -355,13 +372,6 @@ fn place_of_work(rank: &RankConfig, index: usize, checker: &mut Checker<'_>) {
             "{} = \"{}\" cannot be reached; ranks run on this machine, use \"local\"",
             path("host"),
             rank.host
-        )
-    });
-    checker.rule(rank.shard == "0/1", &[&path("shard")], || {
-        format!(
-            "{} = \"{}\" is not supported; a rank holds the whole verifier, use \"0/1\"",
-            path("shard"),
-            rank.shard
         )
     });
 }

@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 
 use config::Config;
 use eaglet_runtime::ids::{Role, Seat};
+use eaglet_runtime::verifier::Shard;
 use serde::{Deserialize, Serialize};
 
 use layers::{Layers, VARIABLE_PREFIX};
@@ -202,6 +203,12 @@ impl ClusterConfig {
     /// Seats of the verifier, ascending.
     pub fn verifier_seats(&self) -> Vec<Seat> {
         self.seats(Role::Verifier)
+    }
+
+    /// The part of a verifier that the rank on a verifier seat holds.
+    pub fn shard_of(&self, seat: Seat) -> Shard {
+        let (stages, slices) = (self.verifier.pipeline.max(1), self.verifier.tensor.max(1));
+        Shard::nth(seat.index % stages.saturating_mul(slices), stages, slices)
     }
 
     fn seats(&self, role: Role) -> Vec<Seat> {

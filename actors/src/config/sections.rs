@@ -49,6 +49,19 @@ pub struct VerifierConfig {
     pub aux_layers: Option<Vec<u32>>,
     /// Element type of hidden states in transit: `bf16` or `f32`. Default `bf16`.
     pub hidden_dtype: HiddenDtype,
+    /// Stages that its layers are cut into, one after the other, each on a rank of its own. The weights of the draft do not
+    /// depend on it. Default 1.
+    pub pipeline: u16,
+    /// Slices that every layer is cut into, side by side, each on a rank of its own. Sums over slices have other bits than
+    /// those of a whole layer, so a run directory belongs to one value. Default 1.
+    pub tensor: u16,
+}
+
+impl VerifierConfig {
+    /// Ranks that hold one verifier.
+    pub const fn shards(&self) -> u16 {
+        self.pipeline.saturating_mul(self.tensor)
+    }
 }
 
 impl Default for VerifierConfig {
@@ -57,6 +70,8 @@ impl Default for VerifierConfig {
             path: PathBuf::new(),
             aux_layers: None,
             hidden_dtype: HiddenDtype::Bf16,
+            pipeline: 1,
+            tensor: 1,
         }
     }
 }
@@ -383,7 +398,8 @@ impl Default for RestartsConfig {
 pub struct RankConfig {
     /// What it does: `verifier` or `draft`. Required.
     pub role: Role,
-    /// Number of its seat within the role. Default: the lowest that no other rank of the role names.
+    /// Number of its seat within the role. Default: the lowest that no other rank of the role names. With P stages and T
+    /// slices, verifier seats 0 to P·T - 1 hold one verifier, in the order of the stages; the next P·T another one.
     #[serde(default)]
     pub seat: u16,
     /// Where it computes; `cpu`. Default `cpu`.
@@ -395,9 +411,6 @@ pub struct RankConfig {
     /// CPU threads it computes with; 0 takes an even share of the machine's cores. Default 0.
     #[serde(default)]
     pub threads: usize,
-    /// Part of the verifier it holds, `index/count`; only the whole, `0/1`. Default `0/1`.
-    #[serde(default = "whole")]
-    pub shard: String,
 }
 
 impl RankConfig {
@@ -409,7 +422,6 @@ impl RankConfig {
             device: cpu(),
             host: local(),
             threads: 0,
-            shard: whole(),
         }
     }
 
@@ -428,8 +440,4 @@ fn cpu() -> String {
 
 fn local() -> String {
     "local".to_owned()
-}
-
-fn whole() -> String {
-    "0/1".to_owned()
 }
