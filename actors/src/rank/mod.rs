@@ -13,6 +13,7 @@ mod control;
 mod draft;
 mod inbox;
 mod peer_links;
+mod sink;
 mod verifier;
 
 use std::path::PathBuf;
@@ -235,8 +236,14 @@ fn work(
                 })?;
                 let context = context(arguments, config, control.clone(), activity.clone())?;
                 let mut made: Box<dyn Worker> = match arguments.seat.role {
+                    Role::Verifier if context.config.samples.hidden_states.is_some() => {
+                        Box::new(verifier::StoredWorker::new(context))
+                    }
                     Role::Verifier => Box::new(verifier::VerifierWorker::new(context)),
-                    Role::Draft => Box::new(draft::DraftWorker::new(context)),
+                    Role::Draft => match context.config.run.extract_to.clone() {
+                        Some(folder) => Box::new(sink::SinkWorker::new(context, folder)),
+                        None => Box::new(draft::DraftWorker::new(context)),
+                    },
                 };
                 for input in early.drain(..) {
                     made.take(input)?;

@@ -21,7 +21,7 @@ use eaglet_runtime::ids::{Epoch, Role, RowId, Step};
 use eaglet_runtime::link::{BulkEvent, BulkKind, BulkMessage};
 
 use self::group::Group;
-use self::rows::Rows;
+pub(super) use self::rows::Rows;
 use self::step::Phase;
 use super::{Context, Inbox, Input, Progress, RankFault, Worker};
 use crate::faults::{self, Point};
@@ -210,7 +210,7 @@ impl DraftWorker {
 }
 
 /// Whether a row is still to be used by a replica that has reached a step.
-fn is_ahead(row: RowId, reached: Step) -> bool {
+pub(super) fn is_ahead(row: RowId, reached: Step) -> bool {
     match row {
         RowId::Train { step, .. } => step >= reached,
         RowId::HeldOut { .. } => true,

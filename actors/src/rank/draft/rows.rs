@@ -17,7 +17,7 @@ use crate::rank::RankFault;
 
 /// What has come of the rows of this replica's lanes.
 #[derive(Default)]
-pub(super) struct Rows {
+pub(in crate::rank) struct Rows {
     /// Rows with the lease that they were extracted for.
     whole: BTreeMap<RowId, (u64, HiddenRow)>,
     /// Rows of which something is missing.
@@ -33,24 +33,24 @@ struct Incomplete {
 
 impl Rows {
     /// A whole row.
-    pub(super) fn get(&self, row: RowId) -> Option<&HiddenRow> {
+    pub(in crate::rank) fn get(&self, row: RowId) -> Option<&HiddenRow> {
         self.whole.get(&row).map(|(_, row)| row)
     }
 
     /// All whole rows.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (RowId, &HiddenRow)> {
+    pub(in crate::rank) fn iter(&self) -> impl Iterator<Item = (RowId, &HiddenRow)> {
         self.whole.iter().map(|(&id, (_, row))| (id, row))
     }
 
     /// Forgets what is not wanted any more.
-    pub(super) fn retain(&mut self, mut is_wanted: impl FnMut(RowId) -> bool) {
+    pub(in crate::rank) fn retain(&mut self, mut is_wanted: impl FnMut(RowId) -> bool) {
         self.whole.retain(|&row, _| is_wanted(row));
         self.parts.retain(|&row, _| is_wanted(row));
     }
 
     /// Takes what one shard sent; the row and its lease, if that makes it whole. As long as the contract is not known,
     /// none is.
-    pub(super) fn take(
+    pub(in crate::rank) fn take(
         &mut self,
         message: BulkMessage,
         contract: Option<&Contract>,
@@ -119,7 +119,7 @@ impl Rows {
     }
 
     /// Rows that are whole now that it is known what they must be.
-    pub(super) fn complete(&mut self, contract: &Contract) -> Result<Vec<(RowId, u64)>, RankFault> {
+    pub(in crate::rank) fn complete(&mut self, contract: &Contract) -> Result<Vec<(RowId, u64)>, RankFault> {
         let rows: Vec<RowId> = self.parts.keys().copied().collect();
         let mut whole = Vec::new();
         for row in rows {

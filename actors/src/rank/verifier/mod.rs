@@ -6,6 +6,7 @@
 //! Files: `team` the other shards, `couriers` the links to draft replicas.
 
 mod couriers;
+mod stored;
 mod team;
 
 use std::collections::BTreeMap;
@@ -21,6 +22,7 @@ use eaglet_runtime::row::{HiddenStates, PackedRow, Sample};
 use eaglet_runtime::verifier::{Interrupted, Peers, Shard, Verifier, VerifierError, VerifierOptions};
 
 use self::couriers::{Captured, Couriers};
+pub(super) use self::stored::StoredWorker;
 use self::team::{Talk, Team};
 use super::{Context, Inbox, Input, Progress, RankFault, Worker};
 use crate::faults::{self, Point};
