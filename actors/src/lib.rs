@@ -9,3 +9,4 @@ pub mod monitor;
 pub mod rank;
 pub mod recipe;
 pub mod replica;
+pub mod verifier_source;

@@ -212,7 +212,7 @@ pub fn learning_rate(config: &ClusterConfig) -> LearningRate {
 /// What a served draft's `config.json` says beyond its shape.
 pub fn export_info(config: &ClusterConfig, verifier: &VerifierConfig, aux_layers: &[u32]) -> ExportInfo {
     ExportInfo {
-        verifier_name_or_path: config.verifier.path.display().to_string(),
+        verifier_name_or_path: config.verifier.served_name(),
         verifier_architectures: vec![verifier.architecture.clone()],
         aux_layer_ids: aux_layers.to_vec(),
         ttt_steps: config.training.ttt_steps,

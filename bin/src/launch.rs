@@ -8,12 +8,14 @@ use eaglet_actors::config::ClusterConfig;
 use eaglet_actors::coordinator::{self, LaunchOptions, Launched, TOKEN_VARIABLE};
 use eaglet_actors::engine::Outcome;
 use eaglet_actors::rank::{self, RankArguments};
+use eaglet_actors::verifier_source;
+use eaglet_runtime::hub::HubError;
 use eaglet_runtime::ids::Generation;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
 use crate::cli::{Exit, LaunchArgs, RankArgs};
-use crate::{live, logging, plain};
+use crate::{fetch, live, logging, plain};
 
 /// Time between the lines of numbers where there is no terminal.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
@@ -53,6 +55,19 @@ async fn run(arguments: &LaunchArgs, config: ClusterConfig, is_live: bool) -> Re
     let options = LaunchOptions {
         executable,
         log_format: arguments.log_format.word().to_owned(),
+    };
+    let fetched = tokio::select! {
+        fetched = fetch_verifier(config) => fetched?,
+        // What has come is kept, and whoever waits for the rest ends with the process.
+        _ = interrupts.recv() => return Ok(Exit::Interrupted),
+        _ = terminations.recv() => return Ok(Exit::Interrupted),
+    };
+    let config = match fetched {
+        Ok(config) => config,
+        Err(error) => {
+            complain(&error.to_string());
+            return Ok(Exit::BadInput);
+        }
     };
     let launched = coordinator::launch(config, options).await;
     let mut launched = match launched {
@@ -101,6 +116,16 @@ async fn run(arguments: &LaunchArgs, config: ClusterConfig, is_live: bool) -> Re
             Exit::Failed
         }
     })
+}
+
+/// Makes the verifier's path a local one.
+async fn fetch_verifier(mut config: ClusterConfig) -> Result<Result<ClusterConfig, HubError>> {
+    let fetch = move || {
+        let need = verifier_source::need(&config);
+        fetch::verifier(&mut config, need).map(|()| config)
+    };
+    let fetched = tokio::task::spawn_blocking(fetch).await;
+    fetched.context("fetching the verifier ended badly")
 }
 
 /// Starts the view that fits stdout.

@@ -3,6 +3,7 @@
 mod bench;
 mod cli;
 mod extract;
+mod fetch;
 mod launch;
 mod live;
 mod logging;
@@ -16,6 +17,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Parser;
+use eaglet_runtime::hub::Need;
 
 use cli::{BenchCommand, Cli, Command, Exit, PictureArgs, RecoveryArgs};
 
@@ -44,7 +46,10 @@ fn main() -> ExitCode {
 
 fn bench_recovery(arguments: &RecoveryArgs) -> Result<Exit> {
     match run::load(&arguments.cluster, &arguments.sets) {
-        Ok(config) => bench::recovery(arguments, config, &mut std::io::stdout().lock()).map(|()| Exit::Done),
+        Ok(mut config) => {
+            fetch::verifier(&mut config, Need::Whole)?;
+            bench::recovery(arguments, config, &mut std::io::stdout().lock()).map(|()| Exit::Done)
+        }
         Err(exit) => Ok(exit),
     }
 }

@@ -12,6 +12,7 @@ pub mod digest;
 pub mod draft;
 pub mod gguf;
 pub mod hidden_files;
+pub mod hub;
 pub mod ids;
 pub mod link;
 pub mod model_files;

@@ -115,4 +115,15 @@ impl ModelFiles {
             None => Weights::open(&self.path),
         }
     }
+
+    /// The weights, of which shards may be missing.
+    ///
+    /// # Errors
+    /// As [`Weights::open_present`] and [`Gguf::weights`].
+    pub fn weights_present(&self) -> Result<Weights, WeightsError> {
+        match &self.gguf {
+            Some(gguf) => Ok(gguf.weights()?),
+            None => Weights::open_present(&self.path),
+        }
+    }
 }

@@ -73,7 +73,7 @@ impl Cluster {
     /// # Panics
     /// If the process cannot be started.
     pub fn launch(directory: &Path, sets: &[&str]) -> Self {
-        Self::launch_with_faults(directory, sets, "")
+        Self::launch_with(directory, sets, &[])
     }
 
     /// As [`Self::launch`], with faults on purpose.
@@ -81,10 +81,18 @@ impl Cluster {
     /// # Panics
     /// If the process cannot be started.
     pub fn launch_with_faults(directory: &Path, sets: &[&str], faults: &str) -> Self {
+        Self::launch_with(directory, sets, &[("EAGLET_FAULTS", faults)])
+    }
+
+    /// As [`Self::launch`], with variables in the environment.
+    ///
+    /// # Panics
+    /// If the process cannot be started.
+    pub fn launch_with(directory: &Path, sets: &[&str], variables: &[(&str, &str)]) -> Self {
         let directory_set = format!("run.directory={:?}", directory.display().to_string());
         let mut command = Command::new(eaglet());
         command.arg("launch").args(["--set", &directory_set]);
-        Self::start(command, directory, sets, faults)
+        Self::start(command, directory, sets, variables)
     }
 
     /// Writes the hidden states of the default cluster's samples to a folder.
@@ -95,10 +103,10 @@ impl Cluster {
         std::fs::create_dir_all(out).expect("a folder to write to");
         let mut command = Command::new(eaglet());
         command.arg("extract").arg("--out").arg(out);
-        Self::start(command, &out.join("run"), sets, "")
+        Self::start(command, &out.join("run"), sets, &[])
     }
 
-    fn start(mut command: Command, directory: &Path, sets: &[&str], faults: &str) -> Self {
+    fn start(mut command: Command, directory: &Path, sets: &[&str], variables: &[(&str, &str)]) -> Self {
         command
             .arg(repository().join("cluster.toml"))
             .args(["--plain", "--log-format", "json"]);
@@ -107,7 +115,7 @@ impl Cluster {
         }
         let errors = std::fs::File::create(directory.with_extension("stderr")).expect("a file for stderr");
         let mut child = command
-            .env("EAGLET_FAULTS", faults)
+            .envs(variables.iter().copied())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(errors)

@@ -2,17 +2,21 @@
 
 use std::path::{Path, PathBuf};
 
+use eaglet_runtime::hub::HubModel;
 use eaglet_runtime::ids::Role;
 use eaglet_runtime::model_files::{self, ModelFiles};
 
 use super::ClusterConfig;
 use super::layers::Layers;
-use super::sections::{RankConfig, Schedule};
+use super::sections::{RankConfig, Schedule, VerifierConfig};
 
 /// Keys that have no default.
 const REQUIRED: [(&str, &str); 2] = [
     ("run.name", "a run needs one, for example name = \"demo\""),
-    ("verifier.path", "name the verifier's folder or .gguf file"),
+    (
+        "verifier.path",
+        "name the verifier's folder, .gguf file, or OWNER/NAME on the hub",
+    ),
 ];
 
 /// Reports required keys that no layer holds. A rank without a role takes all ranks out of the later checks.
@@ -104,7 +108,27 @@ fn stored_states(config: &ClusterConfig, checker: &mut Checker<'_>) {
 fn verifier(config: &ClusterConfig, checker: &mut Checker<'_>) {
     let path = &config.verifier.path;
     let shown = path.display();
-    if ModelFiles::is_gguf(path) {
+    let is_on_hub = config.verifier.hub_model().is_some();
+    checker.rule(
+        is_on_hub || config.verifier.revision == VerifierConfig::default().revision,
+        &["verifier.revision", "verifier.path"],
+        || {
+            format!(
+                "verifier.revision is for models on the hub, and {shown} is a local path; drop one of them"
+            )
+        },
+    );
+    checker.rule(
+        HubModel::is_revision(&config.verifier.revision),
+        &["verifier.revision"],
+        || {
+            let revision = &config.verifier.revision;
+            format!("verifier.revision = \"{revision}\" is no branch, tag or commit")
+        },
+    );
+    if is_on_hub {
+        // Whether it is there is found out when it is fetched.
+    } else if ModelFiles::is_gguf(path) {
         checker.rule(path.is_file(), &["verifier.path"], || {
             format!("verifier.path: there is no file {shown}; paths are relative to the cluster file")
         });

@@ -60,6 +60,8 @@ pub(crate) const KEYS: &[Key] = &[
     key("run.listen", Kind::Address),
     key("run.extract_to", Kind::Text),
     key("verifier.path", Kind::Text),
+    key("verifier.revision", Kind::Text),
+    key("verifier.name", Kind::Text),
     key("verifier.aux_layers", Kind::Integers(0, 4096)),
     key("verifier.hidden_dtype", Kind::Choice(&["bf16", "f32"])),
     key("verifier.pipeline", Kind::Integer(1, 1024)),

@@ -131,11 +131,18 @@ impl ClusterConfig {
             .chain(&mut samples.held_out)
             .chain(&mut samples.hidden_states)
             .chain(&mut self.run.extract_to);
-        for path in files.chain([&mut self.run.directory, &mut self.verifier.path]) {
+        // Joining component by component drops `.`, so that one file has one spelling.
+        let local = |path: &Path| folder.join(path).components().collect::<PathBuf>();
+        for path in files.chain([&mut self.run.directory]) {
             if !path.as_os_str().is_empty() {
-                // Joining component by component drops `.`, so that one file has one spelling.
-                *path = folder.join(&path).components().collect::<PathBuf>();
+                *path = local(path);
             }
+        }
+        let verifier = &mut self.verifier;
+        let path = local(&verifier.path);
+        // What may be a name on the Hub is a path if something is there.
+        if !verifier.path.as_os_str().is_empty() && (verifier.hub_model().is_none() || path.exists()) {
+            verifier.path = path;
         }
         let is_numbered = |index: usize| layers.is_set(&format!("ranks[{index}].seat"));
         let mut taken: Vec<Seat> = Vec::new();

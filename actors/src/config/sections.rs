@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use eaglet_runtime::contract::HiddenDtype;
 use eaglet_runtime::draft::LayerKind;
+use eaglet_runtime::hub::HubModel;
 use eaglet_runtime::ids::{Role, Seat};
 use serde::{Deserialize, Serialize};
 
@@ -43,8 +44,13 @@ impl Default for RunConfig {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct VerifierConfig {
-    /// Folder in the Hugging Face layout. Required.
+    /// Folder in the Hugging Face layout, GGUF file, or where there is neither, a model on the Hub: `OWNER/NAME` or
+    /// `OWNER/NAME/FILE.gguf`. Required.
     pub path: PathBuf,
+    /// Branch, tag or commit of a model on the Hub. Default `main`.
+    pub revision: String,
+    /// What checkpoints call the verifier, for those who serve them. Default: its name on the Hub, or its path.
+    pub name: Option<String>,
     /// Layers whose *input* is captured, ascending. Default: 2, the middle one and the third from the end.
     pub aux_layers: Option<Vec<u32>>,
     /// Element type of hidden states in transit: `bf16` or `f32`. Default `bf16`.
@@ -68,11 +74,26 @@ impl Default for VerifierConfig {
     fn default() -> Self {
         Self {
             path: PathBuf::new(),
+            revision: "main".to_owned(),
+            name: None,
             aux_layers: None,
             hidden_dtype: HiddenDtype::Bf16,
             pipeline: 1,
             tensor: 1,
         }
+    }
+}
+
+impl VerifierConfig {
+    /// The model on the Hub that the path names; of a loaded configuration, only if nothing local is there.
+    pub fn hub_model(&self) -> Option<HubModel> {
+        HubModel::parse(self.path.to_str()?, &self.revision)
+    }
+
+    /// What checkpoints call the verifier.
+    pub fn served_name(&self) -> String {
+        let path = || self.path.display().to_string();
+        self.name.clone().unwrap_or_else(path)
     }
 }
 

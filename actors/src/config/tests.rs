@@ -418,7 +418,7 @@ fn what_is_missing_and_what_is_no_toml_is_said() {
              add [[ranks]] with role = \"verifier\"",
             "cluster.toml: run.name is missing; a run needs one, for example name = \"demo\"",
             "cluster.toml: samples.files is missing; name at least one JSONL file, or a folder in samples.watch",
-            "cluster.toml: verifier.path is missing; name the verifier's folder or .gguf file",
+            "cluster.toml: verifier.path is missing; name the verifier's folder, .gguf file, or OWNER/NAME on the hub",
             "cluster.toml:1: training must be a section, written [training]",
         ]
     );
@@ -536,4 +536,50 @@ fn the_default_cluster_names_every_key_and_the_commented_ones_show_their_default
         .filter(|path| !named.contains(path))
         .collect();
     assert!(missing.is_empty(), "cluster.toml does not name {missing:?}");
+}
+
+#[test]
+fn a_verifier_may_be_a_gguf_file_or_a_model_on_the_hub() {
+    let with =
+        |verifier: &str| GOOD.replace("\"verifier\"\n\n[samples]", &format!("{verifier}\n\n[samples]"));
+    let config = load(&with("\"org/name\"\nrevision = \"v1.0\"\nname = \"other\""));
+    let model = config.verifier.hub_model().expect("nothing local has this name");
+    assert_eq!(
+        (model.repo.as_str(), model.revision.as_str()),
+        ("org/name", "v1.0")
+    );
+    assert_eq!(config.verifier.served_name(), "other");
+    assert_eq!(
+        load(&with("\"org/name/m.gguf\""))
+            .verifier
+            .hub_model()
+            .and_then(|model| model.file)
+            .as_deref(),
+        Some("m.gguf")
+    );
+    // What is there is no name.
+    let config = load(GOOD);
+    assert_eq!(config.verifier.hub_model(), None);
+    assert_eq!(
+        config.verifier.served_name(),
+        config.verifier.path.display().to_string()
+    );
+
+    assert_eq!(
+        problems(&with("\"m.gguf\"")),
+        ["cluster.toml:5: verifier.path: there is no file m.gguf; paths are relative to the cluster file"]
+    );
+    assert_eq!(
+        problems(&with("\"verifier\"\nrevision = \"v1\"")),
+        [
+            "cluster.toml:6: verifier.revision is for models on the hub, and verifier is a local path; drop one of them"
+        ]
+    );
+    assert_eq!(
+        problems(&with("\"verifier\"\nrevision = \"../x\"")),
+        [
+            "cluster.toml:6: verifier.revision is for models on the hub, and verifier is a local path; drop one of them",
+            "cluster.toml:6: verifier.revision = \"../x\" is no branch, tag or commit",
+        ]
+    );
 }

@@ -9,10 +9,11 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use eaglet_actors::config::ClusterConfig;
 use eaglet_runtime::control::OperatorRequest;
+use eaglet_runtime::hub::Need;
 use eaglet_runtime::ids::SampleSeq;
 
 use crate::cli::{Exit, SamplesCommand, ShowArgs};
-use crate::run;
+use crate::{fetch, run};
 
 /// Carries out a command about samples.
 ///
@@ -45,7 +46,10 @@ fn show(arguments: &ShowArgs) -> Result<Exit> {
             Err(exit) => Ok(exit),
         },
         (Some(file), None) => match run::config(&arguments.run) {
-            Ok(config) => print(|out| show::file(file, arguments.count, &config, out, colour)),
+            Ok(mut config) => {
+                fetch::verifier(&mut config, Need::Tokenizer)?;
+                print(|out| show::file(file, arguments.count, &config, out, colour))
+            }
             Err(exit) => Ok(exit),
         },
         // The command line needs one of the two.

@@ -30,25 +30,46 @@ impl Llama3Scaling {
             high_freq_factor: 4.0,
             original_max_position_embeddings: 8192.0,
         };
-        [Some(published), published.fitted(&factors, theta)]
+        // What cannot be worked out, because too few frequencies are between the ends, is taken to be as published.
+        let usual = (4..=20).map(|bits| Self {
+            original_max_position_embeddings: f64::from(1 << bits),
+            ..published
+        });
+        let between = published.between(&factors, theta);
+        [published]
             .into_iter()
-            .flatten()
+            .chain(usual)
+            .chain(published.at_one(&between))
+            .chain(published.fitted(&between))
             .flat_map(|scaling| [scaling.rounded(), scaling])
             .find(|scaling| scaling.gives(&factors, theta))
     }
 
-    /// The parameters of the line on which the factors between 1 and the largest lie over the frequency.
-    fn fitted(self, factors: &[f64], theta: f64) -> Option<Self> {
-        let waves = wavelengths(factors.len(), theta);
-        let between: Vec<(f64, f64)> = factors
+    /// Frequency and weight of the unscaled one where factors are between 1 and the largest: they lie on a line.
+    fn between(&self, factors: &[f64], theta: f64) -> Vec<(f64, f64)> {
+        factors
             .iter()
-            .zip(waves)
+            .zip(wavelengths(factors.len(), theta))
             .filter(|&(&factor, _)| factor > 1.0 + TOLERANCE && factor < self.factor * (1.0 - TOLERANCE))
             .map(|(factor, wave)| {
                 let smooth = (factor.recip() - self.factor.recip()) / (1.0 - self.factor.recip());
                 (wave.recip(), smooth)
             })
-            .collect();
+            .collect()
+    }
+
+    /// The length with which the line goes through the first point.
+    fn at_one(self, between: &[(f64, f64)]) -> Option<Self> {
+        let &(frequency, smooth) = between.first()?;
+        let periods = smooth * (self.high_freq_factor - self.low_freq_factor) + self.low_freq_factor;
+        Some(Self {
+            original_max_position_embeddings: periods / frequency,
+            ..self
+        })
+    }
+
+    /// The parameters of the line through the first and the last point.
+    fn fitted(self, between: &[(f64, f64)]) -> Option<Self> {
         let (&(x0, y0), &(x1, y1)) = (between.first()?, between.last()?);
         let slope = (y1 - y0) / (x1 - x0);
         let intercept = slope * x0 - y0;
@@ -115,6 +136,8 @@ mod tests {
             (32.0, 1.0, 4.0, 8192.0, 32, 500_000.0),
             (4.0, 1.0, 2.5, 4096.0, 64, 1_000_000.0),
             (16.0, 1.0, 8.0, 32768.0, 40, 10_000.0),
+            (8.0, 1.0, 4.0, 300.0, 6, 10_000.0),
+            (8.0, 1.0, 4.0, 64.0, 6, 10_000.0),
         ] {
             let scaling = Llama3Scaling {
                 factor,

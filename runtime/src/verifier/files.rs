@@ -32,10 +32,25 @@ impl VerifierFiles {
     /// # Errors
     /// When the configuration is unusable or the weights' files are missing or damaged.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, VerifierError> {
+        Self::open_with(folder.as_ref(), ModelFiles::weights)
+    }
+
+    /// As [`Self::open`], but shards may be missing, and with them tensors; their digest is another one.
+    ///
+    /// # Errors
+    /// When the configuration is unusable, the index of shards is missing, or a file is damaged.
+    pub(super) fn open_present(folder: &Path) -> Result<Self, VerifierError> {
+        Self::open_with(folder, ModelFiles::weights_present)
+    }
+
+    fn open_with(
+        folder: &Path,
+        weights: impl Fn(&ModelFiles) -> Result<Weights, WeightsError>,
+    ) -> Result<Self, VerifierError> {
         let files =
             ModelFiles::open(folder).map_err(|error| ConfigError::from(ModelFilesError::from(error)))?;
         let (config, config_bytes) = VerifierConfig::read_with_bytes(&files)?;
-        let weights = files.weights()?;
+        let weights = weights(&files)?;
         let digest = weights.digest(&config_bytes);
         Ok(Self {
             config,

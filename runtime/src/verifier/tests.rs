@@ -487,7 +487,6 @@ fn frozen_parts_are_those_of_the_verifier() {
         let ids = [3, 60, 0];
         let parts = FrozenParts::load(folder.path(), &ids).unwrap();
         assert_eq!(parts.config, *verifier.config());
-        assert_eq!(parts.digest, verifier.digest());
         assert_eq!(parts.final_norm, verifier.final_norm().unwrap());
         assert_eq!(parts.embedding, verifier.embedding().unwrap());
         assert_eq!(parts.head_rows, verifier.head_rows(&ids).unwrap());
@@ -503,6 +502,38 @@ fn frozen_parts_are_those_of_the_verifier() {
         let error = FrozenParts::load(folder.path(), &[61]).unwrap_err();
         assert!(message(&error).contains("row 61 does not exist"), "{error}");
     }
+}
+
+#[test]
+fn frozen_parts_need_no_other_shard() {
+    let mut tiny = Tiny::llama();
+    let folder = tempfile::tempdir().unwrap();
+    let shards = tiny.tensors.len();
+    tiny.write(folder.path(), shards);
+    let names: Vec<&String> = tiny.tensors.keys().collect();
+    for (shard, name) in names.iter().enumerate() {
+        if name.contains("layers") {
+            std::fs::remove_file(folder.path().join(format!("model-{shard:05}.safetensors"))).unwrap();
+        }
+    }
+    let parts = FrozenParts::load(folder.path(), &[1]).unwrap();
+    assert_eq!(parts.embedding, *tiny.values("model.embed_tokens.weight"));
+    let error = VerifierFiles::open(folder.path()).unwrap_err();
+    assert!(
+        message(&error).contains("names shards that are not beside it"),
+        "{error}"
+    );
+
+    let (head, _) = tiny
+        .tensors
+        .keys()
+        .enumerate()
+        .find(|(_, name)| *name == "lm_head.weight")
+        .unwrap();
+    let head = format!("model-{head:05}.safetensors");
+    std::fs::remove_file(folder.path().join(&head)).unwrap();
+    let error = FrozenParts::load(folder.path(), &[1]).unwrap_err();
+    assert!(message(&error).contains(&head), "{error}");
 }
 
 #[test]

@@ -30,15 +30,17 @@ pub use tensor::TensorView;
 use crate::digest::{Digest, Digester};
 
 /// File name of unsharded weights.
-const SINGLE_FILE: &str = "model.safetensors";
+pub(crate) const SINGLE_FILE: &str = "model.safetensors";
 /// File name of the list of shards.
-const INDEX_FILE: &str = "model.safetensors.index.json";
+pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
 
 /// The tensors of one folder, by name.
 #[derive(Clone, Debug)]
 pub struct Weights {
     folder: PathBuf,
     tensors: BTreeMap<String, TensorView>,
+    /// Shards that are not there, by the names of their tensors.
+    absent: BTreeMap<String, String>,
 }
 
 impl Weights {
@@ -47,6 +49,22 @@ impl Weights {
     /// # Errors
     /// When the folder, the index or a shard is missing, or a file is truncated or no safetensors file.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, WeightsError> {
+        let weights = Self::open_present(folder)?;
+        let shards: BTreeSet<&str> = weights.absent.values().map(String::as_str).collect();
+        if shards.is_empty() {
+            return Ok(weights);
+        }
+        Err(WeightsError::ShardMissing {
+            index: weights.folder.join(INDEX_FILE),
+            shards: shards.into_iter().collect::<Vec<_>>().join("`, `"),
+        })
+    }
+
+    /// As [`Self::open`], but shards may be missing: their tensors cannot be had.
+    ///
+    /// # Errors
+    /// When the folder or the index is missing, or a file is truncated or no safetensors file.
+    pub fn open_present(folder: impl AsRef<Path>) -> Result<Self, WeightsError> {
         let folder = folder.as_ref();
         if !folder.is_dir() {
             return Err(WeightsError::FolderMissing {
@@ -76,29 +94,26 @@ impl Weights {
         Ok(Self {
             folder,
             tensors: safetensors_file::open(path)?.into_iter().collect(),
+            absent: BTreeMap::new(),
         })
     }
 
     /// The tensors of a file or folder, which is named in messages.
     pub(crate) fn of_tensors(folder: PathBuf, tensors: BTreeMap<String, TensorView>) -> Self {
-        Self { folder, tensors }
+        Self {
+            folder,
+            tensors,
+            absent: BTreeMap::new(),
+        }
     }
 
     fn open_sharded(folder: &Path, index: &Path) -> Result<Self, WeightsError> {
         let weight_map = read_index(index)?;
+        let (present, absent): (BTreeMap<String, String>, BTreeMap<String, String>) = weight_map
+            .into_iter()
+            .partition(|(_, shard)| folder.join(shard).is_file());
+        let weight_map = present;
         let shards: BTreeSet<&str> = weight_map.values().map(String::as_str).collect();
-        let missing: Vec<&str> = shards
-            .iter()
-            .copied()
-            .filter(|name| !folder.join(name).is_file())
-            .collect();
-        if !missing.is_empty() {
-            let shards = missing.join("`, `");
-            return Err(WeightsError::ShardMissing {
-                index: index.to_owned(),
-                shards,
-            });
-        }
         let mut tensors = BTreeMap::new();
         for shard in shards {
             let held = safetensors_file::open(&folder.join(shard))?;
@@ -109,6 +124,7 @@ impl Weights {
             None => Ok(Self {
                 folder: folder.to_owned(),
                 tensors,
+                absent,
             }),
             Some((tensor, shard)) => Err(WeightsError::NotInShard {
                 index: index.to_owned(),
@@ -136,8 +152,14 @@ impl Weights {
     /// The tensor of this name.
     ///
     /// # Errors
-    /// [`WeightsError::TensorMissing`], which suggests the nearest name.
+    /// [`WeightsError::TensorMissing`], which suggests the nearest name, and [`WeightsError::ShardMissing`].
     pub fn tensor(&self, name: &str) -> Result<TensorView, WeightsError> {
+        if let Some(shard) = self.absent.get(name) {
+            return Err(WeightsError::ShardMissing {
+                index: self.folder.join(INDEX_FILE),
+                shards: shard.clone(),
+            });
+        }
         self.tensors
             .get(name)
             .cloned()
