@@ -37,11 +37,11 @@ pub enum Victim {
 pub enum Point {
     /// Told to load.
     Load,
-    /// Draft: told to link up with its peers, not linked yet.
+    /// Told to link up with its peers, not linked yet.
     Form,
-    /// Draft: linked up, and said so.
+    /// Linked up, and said so.
     Formed,
-    /// A link to a draft replica is about to be made.
+    /// A link to another rank is about to be made.
     Link,
     /// Draft: told to begin a step.
     Begin,
@@ -67,6 +67,10 @@ pub enum Point {
     Saving,
     /// Verifier: told to extract a row.
     Extract,
+    /// Verifier: the residual is about to be handed to the next stage.
+    Pass,
+    /// Verifier: its values are about to be sent to another slice.
+    Share,
     /// Verifier: hidden states are computed, nothing is sent.
     Transfer,
     /// Verifier: hidden states are sent, and said so.
@@ -347,7 +351,7 @@ names!(Point, "point", {
     Load: "load", Form: "form", Formed: "formed", Link: "link", Begin: "begin", Computed: "computed",
     Reducing: "reducing", Staged: "staged", Voted: "voted", Commit: "commit", Applied: "applied",
     Donating: "donating", Adopting: "adopting", Save: "save", Saving: "saving", Extract: "extract",
-    Transfer: "transfer", Sent: "sent", Journaled: "journaled",
+    Pass: "pass", Share: "share", Transfer: "transfer", Sent: "sent", Journaled: "journaled",
 });
 
 names!(Action, "action", {
@@ -364,8 +368,8 @@ impl Point {
             Victim::Rank(seat, _) => seat.role,
         };
         match self {
-            Self::Load | Self::Link => true,
-            Self::Extract | Self::Transfer | Self::Sent => role == Role::Verifier,
+            Self::Load | Self::Link | Self::Form | Self::Formed => true,
+            Self::Extract | Self::Pass | Self::Share | Self::Transfer | Self::Sent => role == Role::Verifier,
             Self::Journaled => false,
             _ => role == Role::Draft,
         }

@@ -6,14 +6,14 @@ use eaglet_runtime::digest::Digest;
 use eaglet_runtime::draft::{DraftSpec, TrainingSpec};
 use eaglet_runtime::optimizer::AdamWSpec;
 use eaglet_runtime::samples::{ChatTokenizer, TokenizerError};
-use eaglet_runtime::verifier::{VerifierConfig, VerifierError, VerifierFiles};
+use eaglet_runtime::verifier::{Shard, VerifierConfig, VerifierError, VerifierFiles};
 
 use serde_json::Value;
 
 use crate::config::{ClusterConfig, RankConfig, RestartsConfig, SamplesConfig, Schedule};
 use crate::engine::{Fall, LearningRate, RestartPolicy, Settings};
 
-/// Rows are extracted for so many steps ahead of the one that is trained.
+/// Rows are extracted for at least so many steps, counting the one that is trained.
 const PREFETCH_STEPS: u64 = 3;
 /// A process that has not attached by then never will.
 const ATTACH_TIMEOUT_MS: u64 = 30_000;
@@ -91,6 +91,31 @@ pub fn contract_of(
         tokenizer: tokenizer.tokenizer_digest(),
         template: tokenizer.template_digest(),
     })
+}
+
+/// Whether the verifier can be cut into the shards that are asked for. Reads headers only.
+///
+/// # Errors
+/// If there are more stages than layers, or a slice cannot be cut.
+pub fn check_cut(config: &ClusterConfig, files: &VerifierFiles) -> Result<(), RecipeError> {
+    let (stages, slices) = (config.verifier.pipeline, config.verifier.tensor);
+    let layers = files.config().layers;
+    if usize::from(stages) > layers {
+        return Err(misfit(
+            "verifier.pipeline",
+            format!("{stages} stages are more than the {layers} layers of the verifier; take fewer"),
+        ));
+    }
+    for index in (0..config.verifier.shards()).filter(|_| stages * slices > 1) {
+        let shard = Shard::nth(index, stages, slices);
+        if let Some(problem) = files.problems(shard).first() {
+            return Err(misfit(
+                "verifier.tensor",
+                format!("{shard} cannot be computed: {problem}"),
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// The draft's shape.
@@ -213,9 +238,14 @@ fn decisive(config: &ClusterConfig) -> Result<Value, serde_json::Error> {
     let unset = SamplesConfig::default();
     (samples.watch, samples.follow, samples.open) = (unset.watch, unset.follow, unset.open);
     samples.poll_interval_ms = unset.poll_interval_ms;
+    let mut verifier = serde_json::json!({ "aux_layers": config.verifier.aux_layers });
+    if config.verifier.tensor > 1 {
+        // Sums over slices have other bits. Stages have not, and whole layers go without saying, as they always have.
+        verifier["tensor"] = config.verifier.tensor.into();
+    }
     Ok(serde_json::json!({
         "run": { "seed": config.run.seed },
-        "verifier": { "aux_layers": config.verifier.aux_layers },
+        "verifier": verifier,
         "draft": serde_json::to_value(&config.draft)?,
         "training": serde_json::to_value(training)?,
         "samples": serde_json::to_value(samples)?,
@@ -238,9 +268,12 @@ pub fn differing_keys(one: &ClusterConfig, other: &ClusterConfig) -> Vec<String>
     };
     let mut keys = Vec::new();
     for (section, values) in &one {
-        for (key, value) in values.as_object().into_iter().flatten() {
-            if *value != other[section][key] {
-                keys.push(format!("{section}.{key}"));
+        let others = &other[section];
+        let names = values.as_object().into_iter().chain(others.as_object());
+        for key in names.flat_map(serde_json::Map::keys) {
+            let name = format!("{section}.{key}");
+            if values.get(key) != others.get(key) && !keys.contains(&name) {
+                keys.push(name);
             }
         }
     }
@@ -252,6 +285,8 @@ pub fn settings(config: &ClusterConfig, contract: Contract) -> Settings {
     let supervision = &config.supervision;
     Settings {
         lanes: config.rows_per_step(),
+        pipeline: config.verifier.pipeline,
+        tensor: config.verifier.tensor,
         seats: config.ranks.iter().map(RankConfig::seat).collect(),
         open: config.samples.is_open(),
         contract,
@@ -259,7 +294,7 @@ pub fn settings(config: &ClusterConfig, contract: Contract) -> Settings {
         tokens_per_row: config.training.tokens_per_row as u32,
         passes: config.training.passes,
         step_limit: config.training.steps,
-        prefetch_steps: PREFETCH_STEPS,
+        prefetch_steps: prefetch_steps(config),
         evaluate_every_steps: config.training.evaluate_every_steps,
         held_out_rows: config.samples.held_out_rows,
         max_new_tokens: config.training.max_new_tokens,
@@ -275,6 +310,14 @@ pub fn settings(config: &ClusterConfig, contract: Contract) -> Settings {
         verifier_restarts: restarts(&config.verifier_restarts),
         draft_restarts: restarts(&config.draft_restarts),
     }
+}
+
+/// Far enough ahead that every stage of every verifier has a row, and one waits behind them.
+fn prefetch_steps(config: &ClusterConfig) -> u64 {
+    let replicas = config.verifier_seats().len() as u64 / u64::from(config.verifier.shards().max(1));
+    let rows = replicas * (u64::from(config.verifier.pipeline) + 1);
+    // The rows of the step that is trained are at the draft already.
+    (1 + rows.div_ceil(u64::from(config.rows_per_step().max(1)))).max(PREFETCH_STEPS)
 }
 
 fn restarts(config: &RestartsConfig) -> RestartPolicy {

@@ -20,6 +20,8 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Start a cluster, or go on with a run that was stopped, and show its progress.
     Launch(LaunchArgs),
+    /// Write the hidden states of a cluster's samples to files, in the layout of speculators, instead of training on them.
+    Extract(ExtractArgs),
     /// Look at the ranks of a live run, or change them.
     #[command(subcommand)]
     Ranks(RanksCommand),
@@ -72,6 +74,16 @@ pub(crate) struct LaunchArgs {
     /// Print lines even if stdout is a terminal.
     #[arg(long)]
     pub(crate) plain: bool,
+}
+
+/// `eaglet extract`.
+#[derive(Debug, Args)]
+pub(crate) struct ExtractArgs {
+    #[command(flatten)]
+    pub(crate) launch: LaunchArgs,
+    /// The folder to write to. Called again with the same folder it goes on where it was stopped.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: PathBuf,
 }
 
 /// `eaglet rank`.

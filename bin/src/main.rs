@@ -2,6 +2,7 @@
 
 mod bench;
 mod cli;
+mod extract;
 mod fetch;
 mod launch;
 mod live;
@@ -24,6 +25,10 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Launch(arguments) => match run::load(&arguments.cluster, &arguments.sets) {
             Ok(config) => launch::launch(&arguments, config),
+            Err(exit) => Ok(exit),
+        },
+        Command::Extract(arguments) => match extract::config(&arguments) {
+            Ok(config) => launch::launch(&arguments.launch, config),
             Err(exit) => Ok(exit),
         },
         Command::Rank(arguments) => launch::occupy(&arguments),

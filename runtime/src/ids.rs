@@ -1,7 +1,8 @@
 //! The names that everything in a cluster is addressed by.
 //!
 //! A *seat* is a numbered place for one rank; a *generation* is the n-th occupant of a seat; an *epoch* is the n-th
-//! membership of the draft group. Messages carry them, and anything older than the receiver's is dropped.
+//! membership of a group of ranks: of the draft replicas, or of the shards of one verifier. Messages carry them, and
+//! anything older than the receiver's is dropped.
 //!
 //! A *lane* is a numbered row of every step. Which draft seat computes a lane may change from epoch to epoch; the lane's
 //! samples and its place in the sum do not, and so neither do the weights.
@@ -114,8 +115,8 @@ counter! {
     /// The n-th occupant of a seat.
     Generation(u32)
 }
-/// The n-th membership of the draft group. The upper half counts the launches of the run, so that no epoch of an earlier
-/// launch comes again.
+/// The n-th membership of a group of ranks: of the draft replicas, or of the shards of one verifier. The upper half counts
+/// the launches of the run, so that no epoch of an earlier launch comes again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Epoch(pub u64);
 

@@ -89,14 +89,27 @@ impl Cluster {
     /// # Panics
     /// If the process cannot be started.
     pub fn launch_with(directory: &Path, sets: &[&str], variables: &[(&str, &str)]) -> Self {
+        let directory_set = format!("run.directory={:?}", directory.display().to_string());
         let mut command = Command::new(eaglet());
+        command.arg("launch").args(["--set", &directory_set]);
+        Self::start(command, directory, sets, variables)
+    }
+
+    /// Writes the hidden states of the default cluster's samples to a folder.
+    ///
+    /// # Panics
+    /// If the process cannot be started.
+    pub fn extract(out: &Path, sets: &[&str]) -> Self {
+        std::fs::create_dir_all(out).expect("a folder to write to");
+        let mut command = Command::new(eaglet());
+        command.arg("extract").arg("--out").arg(out);
+        Self::start(command, &out.join("run"), sets, &[])
+    }
+
+    fn start(mut command: Command, directory: &Path, sets: &[&str], variables: &[(&str, &str)]) -> Self {
         command
-            .arg("launch")
             .arg(repository().join("cluster.toml"))
             .args(["--plain", "--log-format", "json"]);
-        command
-            .arg("--set")
-            .arg(format!("run.directory={:?}", directory.display().to_string()));
         for set in sets {
             command.args(["--set", set]);
         }

@@ -74,6 +74,35 @@ pub(crate) fn all(config: &ClusterConfig, layers: &mut Layers) {
     samples(config, &mut checker);
     supervision(config, &mut checker);
     ranks(config, &mut checker);
+    stored_states(config, &mut checker);
+}
+
+/// Hidden states that are read from files, or written to them.
+fn stored_states(config: &ClusterConfig, checker: &mut Checker<'_>) {
+    let (from, to) = (&config.samples.hidden_states, &config.run.extract_to);
+    if let Some(folder) = from {
+        checker.rule(folder.is_dir(), &["samples.hidden_states"], || {
+            format!(
+                "samples.hidden_states: there is no folder {}; write one with `eaglet extract`",
+                folder.display()
+            )
+        });
+        let holds_out = !config.samples.held_out.is_empty() || config.samples.held_out_every > 0;
+        checker.rule(
+            !holds_out,
+            &["samples.held_out", "samples.held_out_every", "samples.hidden_states"],
+            || {
+                "samples.hidden_states leaves no verifier to answer held-out prompts; \
+                 set samples.held_out = [] and samples.held_out_every = 0, and measure acceptance where the draft is served"
+                    .to_owned()
+            },
+        );
+    }
+    checker.rule(
+        from.is_none() || to.is_none(),
+        &["run.extract_to", "samples.hidden_states"],
+        || "samples.hidden_states are there already; extract without that key".to_owned(),
+    );
 }
 
 fn verifier(config: &ClusterConfig, checker: &mut Checker<'_>) {
@@ -317,6 +346,23 @@ fn ranks(config: &ClusterConfig, checker: &mut Checker<'_>) {
             )
         });
     }
+    let (stages, slices) = (config.verifier.pipeline, config.verifier.tensor);
+    let shards = usize::from(stages) * usize::from(slices);
+    let verifiers = config
+        .ranks
+        .iter()
+        .filter(|rank| rank.role == Role::Verifier)
+        .count();
+    checker.rule(
+        verifiers == 0 || shards > 0 && verifiers.is_multiple_of(shards),
+        &["verifier.pipeline", "verifier.tensor", "ranks"],
+        || {
+            format!(
+                "verifier.pipeline = {stages} and verifier.tensor = {slices} cut a verifier into {shards} shards, and \
+                 there are {verifiers} verifier ranks; give each replica of the verifier {shards} of them"
+            )
+        },
+    );
     for (role, remedy) in [
         (Role::Verifier, "nothing would extract hidden states"),
         (Role::Draft, "nothing would be trained"),
@@ -350,13 +396,6 @@ fn place_of_work(rank: &RankConfig, index: usize, checker: &mut Checker<'_>) {
             "{} = \"{}\" cannot be reached; ranks run on this machine, use \"local\"",
             path("host"),
             rank.host
-        )
-    });
-    checker.rule(rank.shard == "0/1", &[&path("shard")], || {
-        format!(
-            "{} = \"{}\" is not supported; a rank holds the whole verifier, use \"0/1\"",
-            path("shard"),
-            rank.shard
         )
     });
 }

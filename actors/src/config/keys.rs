@@ -58,11 +58,14 @@ pub(crate) const KEYS: &[Key] = &[
     key("run.directory", Kind::Text),
     key("run.seed", Kind::Integer(0, i64::MAX)),
     key("run.listen", Kind::Address),
+    key("run.extract_to", Kind::Text),
     key("verifier.path", Kind::Text),
     key("verifier.revision", Kind::Text),
     key("verifier.name", Kind::Text),
     key("verifier.aux_layers", Kind::Integers(0, 4096)),
     key("verifier.hidden_dtype", Kind::Choice(&["bf16", "f32"])),
+    key("verifier.pipeline", Kind::Integer(1, 1024)),
+    key("verifier.tensor", Kind::Integer(1, 1024)),
     key("draft.arch", Kind::Choice(&["llama", "qwen3"])),
     key("draft.vocab_size", COUNT_OR_ZERO),
     key("draft.intermediate_size", COUNT),
@@ -99,6 +102,7 @@ pub(crate) const KEYS: &[Key] = &[
     key("samples.follow", Kind::Bool),
     key("samples.open", Kind::Bool),
     key("samples.poll_interval_ms", TIME_MS),
+    key("samples.hidden_states", Kind::Text),
     key("samples.held_out", Kind::Texts),
     key("samples.held_out_every", COUNT_OR_ZERO),
     key("samples.held_out_rows", Kind::Integer(0, 1 << 16)),
@@ -129,8 +133,19 @@ pub(crate) const KEYS: &[Key] = &[
     key("ranks.device", Kind::Text),
     key("ranks.host", Kind::Text),
     key("ranks.threads", Kind::Integer(0, 4096)),
-    key("ranks.shard", Kind::Text),
 ];
+
+/// Keys of earlier versions, and what to do instead.
+const GONE: &[(&str, &str)] = &[(
+    "ranks.shard",
+    "remove it, and set verifier.pipeline and verifier.tensor: which part a verifier rank holds follows from its seat",
+)];
+
+/// What to do about a key of an earlier version.
+pub(crate) fn remedy_for_gone(path: &str) -> Option<&'static str> {
+    let gone = GONE.iter().find(|(gone, _)| *gone == path)?;
+    Some(gone.1)
+}
 
 /// The key at a path without list indices.
 pub(crate) fn find(path: &str) -> Option<&'static Key> {

@@ -323,6 +323,9 @@ impl Layers {
         if keys::sections().contains(&path) {
             return self.problem(place, format!("{path} is a section; name one of its keys"));
         }
+        if let Some(remedy) = keys::remedy_for_gone(schema) {
+            return self.problem(place, format!("{path} is no key any more; {remedy}"));
+        }
         let hint = keys::nearest_key(schema)
             .map(|near| format!("; did you mean {near}?"))
             .unwrap_or_default();

@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 
 use config::Config;
 use eaglet_runtime::ids::{Role, Seat};
+use eaglet_runtime::verifier::Shard;
 use serde::{Deserialize, Serialize};
 
 use layers::{Layers, VARIABLE_PREFIX};
@@ -127,7 +128,9 @@ impl ClusterConfig {
             .files
             .iter_mut()
             .chain(&mut samples.watch)
-            .chain(&mut samples.held_out);
+            .chain(&mut samples.held_out)
+            .chain(&mut samples.hidden_states)
+            .chain(&mut self.run.extract_to);
         // Joining component by component drops `.`, so that one file has one spelling.
         let local = |path: &Path| folder.join(path).components().collect::<PathBuf>();
         for path in files.chain([&mut self.run.directory]) {
@@ -207,6 +210,12 @@ impl ClusterConfig {
     /// Seats of the verifier, ascending.
     pub fn verifier_seats(&self) -> Vec<Seat> {
         self.seats(Role::Verifier)
+    }
+
+    /// The part of a verifier that the rank on a verifier seat holds.
+    pub fn shard_of(&self, seat: Seat) -> Shard {
+        let (stages, slices) = (self.verifier.pipeline.max(1), self.verifier.tensor.max(1));
+        Shard::nth(seat.index % stages.saturating_mul(slices), stages, slices)
     }
 
     fn seats(&self, role: Role) -> Vec<Seat> {

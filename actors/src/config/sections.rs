@@ -24,6 +24,8 @@ pub struct RunConfig {
     pub seed: u64,
     /// Address on which the coordinator waits for its ranks; port 0 takes a free one. Default `127.0.0.1:0`.
     pub listen: SocketAddr,
+    /// Folder that hidden states are written to instead of training on them; `eaglet extract` sets it. Default none.
+    pub extract_to: Option<PathBuf>,
 }
 
 impl Default for RunConfig {
@@ -33,6 +35,7 @@ impl Default for RunConfig {
             directory: PathBuf::new(),
             seed: 0,
             listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
+            extract_to: None,
         }
     }
 }
@@ -52,6 +55,19 @@ pub struct VerifierConfig {
     pub aux_layers: Option<Vec<u32>>,
     /// Element type of hidden states in transit: `bf16` or `f32`. Default `bf16`.
     pub hidden_dtype: HiddenDtype,
+    /// Stages that its layers are cut into, one after the other, each on a rank of its own. The weights of the draft do not
+    /// depend on it. Default 1.
+    pub pipeline: u16,
+    /// Slices that every layer is cut into, side by side, each on a rank of its own. Sums over slices have other bits than
+    /// those of a whole layer, so a run directory belongs to one value. Default 1.
+    pub tensor: u16,
+}
+
+impl VerifierConfig {
+    /// Ranks that hold one verifier.
+    pub const fn shards(&self) -> u16 {
+        self.pipeline.saturating_mul(self.tensor)
+    }
 }
 
 impl Default for VerifierConfig {
@@ -62,6 +78,8 @@ impl Default for VerifierConfig {
             name: None,
             aux_layers: None,
             hidden_dtype: HiddenDtype::Bf16,
+            pipeline: 1,
+            tensor: 1,
         }
     }
 }
@@ -251,6 +269,9 @@ pub struct SamplesConfig {
     pub open: bool,
     /// Time between two looks at watched folders and growing files, in ms. Default 1000.
     pub poll_interval_ms: u64,
+    /// Folder with hidden states of the samples, from `eaglet extract` or speculators: they are read instead of computed.
+    /// Default none.
+    pub hidden_states: Option<PathBuf>,
     /// JSONL files that are only evaluated. Default none.
     pub held_out: Vec<PathBuf>,
     /// Without `held_out` files, every n-th sample is held out; 0 holds none out. Default 0.
@@ -273,6 +294,7 @@ impl Default for SamplesConfig {
             follow: false,
             open: false,
             poll_interval_ms: 1000,
+            hidden_states: None,
             held_out: Vec::new(),
             held_out_every: 0,
             held_out_rows: 4,
@@ -397,7 +419,8 @@ impl Default for RestartsConfig {
 pub struct RankConfig {
     /// What it does: `verifier` or `draft`. Required.
     pub role: Role,
-    /// Number of its seat within the role. Default: the lowest that no other rank of the role names.
+    /// Number of its seat within the role. Default: the lowest that no other rank of the role names. With P stages and T
+    /// slices, verifier seats 0 to P·T - 1 hold one verifier, in the order of the stages; the next P·T another one.
     #[serde(default)]
     pub seat: u16,
     /// Where it computes; `cpu`. Default `cpu`.
@@ -409,9 +432,6 @@ pub struct RankConfig {
     /// CPU threads it computes with; 0 takes an even share of the machine's cores. Default 0.
     #[serde(default)]
     pub threads: usize,
-    /// Part of the verifier it holds, `index/count`; only the whole, `0/1`. Default `0/1`.
-    #[serde(default = "whole")]
-    pub shard: String,
 }
 
 impl RankConfig {
@@ -423,7 +443,6 @@ impl RankConfig {
             device: cpu(),
             host: local(),
             threads: 0,
-            shard: whole(),
         }
     }
 
@@ -442,8 +461,4 @@ fn cpu() -> String {
 
 fn local() -> String {
     "local".to_owned()
-}
-
-fn whole() -> String {
-    "0/1".to_owned()
 }

@@ -363,7 +363,7 @@ fn ranks_are_checked() {
     assert_eq!(
         problems_with(
             "seat = 0\n[[ranks]]\nrole = \"draft\"\nseat = 0\ndevice = \"cuda:0\"\n[[ranks]]\nrole = \"draft\"\n\
-             seat = 7\ndevice = \"gpu\"\nhost = \"other\"\nshard = \"0/2\"\n"
+             seat = 7\ndevice = \"gpu\"\nhost = \"other\"\nshard = \"0/1\"\n"
         ),
         [
             "cluster.toml:21: ranks[3].seat: draft-0 is the seat of ranks[2] already",
@@ -372,7 +372,8 @@ fn ranks_are_checked() {
             "cluster.toml:25: ranks[4].seat = 7 leaves a gap; 4 draft ranks have seats 0 to 3",
             "cluster.toml:26: ranks[4].device = \"gpu\" is no device; use \"cpu\"",
             "cluster.toml:27: ranks[4].host = \"other\" cannot be reached; ranks run on this machine, use \"local\"",
-            "cluster.toml:28: ranks[4].shard = \"0/2\" is not supported; a rank holds the whole verifier, use \"0/1\"",
+            "cluster.toml:28: ranks[4].shard is no key any more; remove it, and set verifier.pipeline and \
+             verifier.tensor: which part a verifier rank holds follows from its seat",
         ]
     );
     let draft_only = GOOD.replace("role = \"verifier\"", "role = \"draft\"");

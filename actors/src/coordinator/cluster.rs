@@ -306,10 +306,10 @@ impl ClusterState {
                     self.tell(seat, generation, ProxyMessage::Send(command));
                 }
                 Command::Lease {
-                    seat,
-                    generation,
+                    members,
                     row,
                     lease,
+                    turn,
                     documents,
                     destination,
                 } => {
@@ -319,12 +319,15 @@ impl ClusterState {
                             let extraction = Extraction {
                                 row,
                                 lease,
+                                turn,
                                 units,
                                 content,
                                 destination,
                             };
-                            let command = CoordinatorCommand::Extract(extraction);
-                            self.tell(seat, generation, ProxyMessage::Send(command));
+                            for (seat, generation) in members {
+                                let command = CoordinatorCommand::Extract(extraction.clone());
+                                self.tell(seat, generation, ProxyMessage::Send(command));
+                            }
                         }
                         Err(report) => {
                             // Back through the mailbox: the engine is not entered twice.

@@ -12,6 +12,7 @@ mod intake;
 mod monitor;
 mod operator;
 mod proxy;
+mod times;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
@@ -108,6 +109,7 @@ pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Re
     tokenizer.fits_embedding(files.config().vocab_size)?;
     let contract = recipe::contract_of(&config, &files, &tokenizer)?;
     // Sizes that do not fit are told before anything is started.
+    recipe::check_cut(&config, &files)?;
     recipe::draft_spec(&config, files.config(), contract.aux_layers.len())?;
 
     let directory = config.run.directory.clone();

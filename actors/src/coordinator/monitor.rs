@@ -1,6 +1,5 @@
 //! Tells people: the snapshot that views draw, `status.json`, `metrics.jsonl`. Nothing reads them back to decide anything.
 
-use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::PathBuf;
@@ -11,18 +10,17 @@ use eaglet_runtime::ids::{Epoch, Generation, Role, Seat, Step};
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::watch;
 
+use super::times::{Rate, WorkTimes};
 use crate::config::ClusterConfig;
 use crate::engine::{EngineView, Notice, Phase, SeatView, StepReport};
 use crate::faults::unix_ms;
 use crate::journal::Record;
-use crate::monitor::{self, Point, RankState, RankView, SampleCounts, Snapshot, StepAccuracy};
+use crate::monitor::{self, Point, RankState, RankView, SampleCounts, ShardView, Snapshot, StepAccuracy};
 
 /// Views get a new snapshot at most this often.
 const SNAPSHOT_INTERVAL: Duration = Duration::from_millis(100);
 /// `status.json` is written at most this often.
 const STATUS_INTERVAL: Duration = Duration::from_millis(250);
-/// Rates are means over this long.
-const RATE_WINDOW: Duration = Duration::from_secs(15);
 /// Points kept of each curve.
 const CURVE_POINTS: usize = 4096;
 /// Events kept.
@@ -75,6 +73,7 @@ pub(super) struct MonitorState {
     training: Rate,
     trained_tokens: u64,
     steps: Rate,
+    times: WorkTimes,
     /// The newest epoch that was formed.
     formed: Option<Epoch>,
 }
@@ -123,6 +122,7 @@ impl Monitor {
             training: Rate::default(),
             trained_tokens: 0,
             steps: Rate::default(),
+            times: WorkTimes::default(),
             formed: None,
         };
         let (actor, life) = Actor::spawn(None, Self, state).await?;
@@ -182,6 +182,7 @@ impl Actor for Monitor {
                 state.steps.add(now, report.step);
                 show_report(&mut state.snapshot, &report);
                 if !report.replay {
+                    let verifiers = state.times.line();
                     state.record(&serde_json::json!({
                         "step": report.step,
                         "loss": report.loss,
@@ -189,6 +190,7 @@ impl Actor for Monitor {
                         "learning_rate": report.learning_rate,
                         "tokens": report.tokens,
                         "trained_tokens": report.trained_tokens,
+                        "verifiers": verifiers,
                         "elapsed_s": state.started.elapsed().as_secs_f64(),
                         "unix_ms": unix_ms,
                     }));
@@ -224,6 +226,7 @@ impl MonitorState {
     fn look(&mut self, view: &EngineView) {
         let now = Instant::now();
         self.extraction.add(now, view.extracted_tokens);
+        self.times.look(now, &view.seats);
         let snapshot = &mut self.snapshot;
         snapshot.phase = match view.phase {
             Phase::Preparing => "reading samples",
@@ -234,7 +237,12 @@ impl MonitorState {
             Phase::Leaving | Phase::Finished => "leaving",
         }
         .to_owned();
-        snapshot.ranks = view.seats.iter().map(rank_view).collect();
+        let times = &self.times;
+        snapshot.ranks = view
+            .seats
+            .iter()
+            .map(|seat| rank_view(seat, times.shares(now, seat)))
+            .collect();
         snapshot
             .ranks
             .sort_by_key(|rank| (rank.seat.role != Role::Verifier, rank.seat.index));
@@ -348,7 +356,7 @@ fn occupants(ranks: &[RankView]) -> Vec<(Seat, Generation, Option<u32>)> {
     ranks.iter().map(occupant).collect()
 }
 
-fn rank_view(seat: &SeatView) -> RankView {
+fn rank_view(seat: &SeatView, shares: Option<[f32; 2]>) -> RankView {
     // What the last occupant of an empty seat said is no longer true.
     let beat = seat.beat.filter(|_| seat.pid != 0);
     let activity = beat.map(|beat| beat.activity).unwrap_or_default();
@@ -360,7 +368,7 @@ fn rank_view(seat: &SeatView) -> RankView {
         "leaving" => RankState::Leaving,
         _ => match activity {
             Activity::Loading => RankState::Loading,
-            Activity::Extracting | Activity::Generating => RankState::Extracting,
+            Activity::Extracting | Activity::Generating | Activity::AwaitingPeers => RankState::Extracting,
             Activity::Computing | Activity::Reducing | Activity::Applying => RankState::Training,
             Activity::Idle | Activity::Donating | Activity::Saving | Activity::Evaluating => RankState::Idle,
         },
@@ -368,7 +376,11 @@ fn rank_view(seat: &SeatView) -> RankView {
     let lanes = format!("{} rows a step", seat.lanes.len());
     let detail = match activity {
         Activity::Computing if seat.lanes.len() != 1 => &lanes,
-        Activity::Idle | Activity::Loading | Activity::Extracting | Activity::Computing => "",
+        Activity::Idle
+        | Activity::Loading
+        | Activity::Extracting
+        | Activity::Computing
+        | Activity::AwaitingPeers => "",
         Activity::Generating => "answering held-out prompts",
         Activity::Reducing => "summing gradients",
         Activity::Applying => "applying the step",
@@ -385,8 +397,44 @@ fn rank_view(seat: &SeatView) -> RankView {
         lanes: seat.lanes.clone(),
         rss_bytes: beat.map_or(0, |beat| beat.rss_bytes),
         beat_age_ms: beat.map(|_| seat.silent_ms),
-        detail: detail.to_owned(),
+        shard: seat.shard.map(|(replica, shard)| ShardView {
+            replica,
+            stage: shard.stage,
+            slice: shard.slice,
+        }),
+        busy: shares.map(|[busy, _]| busy),
+        waiting: shares.map(|[_, waiting]| waiting),
+        detail: match place_in_team(seat, shares) {
+            Some(place) if detail.is_empty() => place,
+            Some(place) => format!("{place}; {detail}"),
+            None => detail.to_owned(),
+        },
     }
+}
+
+/// Which part of which verifier a rank holds, and how it spends its time, if there is more than one part.
+fn place_in_team(seat: &SeatView, shares: Option<[f32; 2]>) -> Option<String> {
+    let (replica, shard) = seat.shard.filter(|(_, shard)| shard.stages * shard.slices > 1)?;
+    let mut place = format!("replica {replica}");
+    if shard.stages > 1 {
+        place.push_str(&format!(" stage {}", shard.stage));
+    }
+    if shard.slices > 1 {
+        place.push_str(&format!(" slice {}", shard.slice));
+    }
+    match (seat.status, shares) {
+        ("waiting", _) => place.push_str(", waits for the others"),
+        ("ready", Some([busy, waiting])) => {
+            let percent = |share: f32| (100.0 * share).round();
+            place.push_str(&format!(
+                ", {} % busy, {} % waiting",
+                percent(busy),
+                percent(waiting)
+            ));
+        }
+        _ => {}
+    }
+    Some(place)
 }
 
 fn show_report(snapshot: &mut Snapshot, report: &StepReport) {
@@ -422,32 +470,5 @@ fn push(curve: &mut Vec<Point>, point: Point) {
             index += 1;
             index > half || index % 2 == 0
         });
-    }
-}
-
-/// A counter's growth per second over the last while.
-#[derive(Default)]
-struct Rate(VecDeque<(Instant, u64)>);
-
-impl Rate {
-    fn add(&mut self, now: Instant, total: u64) {
-        if self.0.back().is_none_or(|&(_, last)| total != last) {
-            self.0.push_back((now, total));
-        }
-        while self.0.len() > 2 && self.0.front().is_some_and(|&(at, _)| now - at > RATE_WINDOW) {
-            self.0.pop_front();
-        }
-    }
-
-    fn per_second(&self, now: Instant) -> f32 {
-        let (Some(&(from, first)), Some(&(_, last))) = (self.0.front(), self.0.back()) else {
-            return 0.0;
-        };
-        let seconds = (now - from).as_secs_f32();
-        if seconds > 0.0 {
-            last.saturating_sub(first) as f32 / seconds
-        } else {
-            0.0
-        }
     }
 }

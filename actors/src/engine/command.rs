@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use eaglet_runtime::control::{Acceptance, CoordinatorCommand, Member, RankEvent, StepMetrics};
+use eaglet_runtime::control::{Acceptance, CoordinatorCommand, Member, RankEvent, StepMetrics, Turn};
 use eaglet_runtime::ids::{Generation, Role, RowId, SampleSeq, Seat, Unit};
 use serde::{Deserialize, Serialize};
 
@@ -118,14 +118,14 @@ pub struct StoredSample {
 /// A change of the ranks of a live run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SeatChange {
-    /// A rank on a new seat, behind the last one of its role.
+    /// A rank on a new seat, behind the last one of its role; of a verifier that is cut into shards, ranks for all of them.
     Add {
         /// What it does.
         role: Role,
         /// CPU threads it computes with; 0 takes an even share.
         threads: usize,
     },
-    /// The rank leaves at the next step boundary and its seat stays empty.
+    /// The rank leaves at the next step boundary and its seat stays empty; of a verifier, all shards of its replica leave.
     Remove {
         /// Its seat.
         seat: Seat,
@@ -172,16 +172,16 @@ pub enum Command {
         /// What.
         command: CoordinatorCommand,
     },
-    /// Read a row's samples from the store and send it to a verifier.
+    /// Read a row's samples from the store and send it to all shards of a verifier.
     Lease {
-        /// The verifier seat.
-        seat: Seat,
-        /// Its generation.
-        generation: Generation,
+        /// Their seats and generations.
+        members: Vec<(Seat, Generation)>,
         /// The row.
         row: RowId,
         /// Number of the lease.
         lease: u64,
+        /// When they compute it.
+        turn: Turn,
         /// Its documents.
         documents: Vec<(Unit, Location)>,
         /// Who gets the hidden states.

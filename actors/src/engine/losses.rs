@@ -2,7 +2,7 @@
 
 use eaglet_runtime::ids::{Generation, Role, Seat};
 
-use super::seats::Status;
+use super::seats::{SeatState, Status};
 use super::{Command, Engine, Phase, WhenExhausted};
 use crate::journal::Record;
 
@@ -24,7 +24,6 @@ impl Engine {
         };
         let excused = std::mem::take(&mut state.excused);
         let (removed, condemned) = (state.removed, state.condemned);
-        self.release_rows(seat, generation);
         let policy = self.settings.restarts(seat.role);
         let now_ms = self.now_ms;
         let state = self.seats.get_mut(seat);
@@ -56,8 +55,9 @@ impl Engine {
         }
         let state = self.seats.get_mut(seat);
         state.vacate(now_ms + backoff_ms, now_ms);
+        self.release_rows(seat, generation);
         if removed {
-            state.status = Status::Empty;
+            self.seats.get_mut(seat).status = Status::Empty;
             self.notice(format!("{seat} is gone as asked"));
         } else if condemned {
             // The rank itself has said what is wrong.
@@ -103,16 +103,37 @@ impl Engine {
         state.fault.get_or_insert(reason);
     }
 
-    /// Seats of a role that are filled, or will be, and were not asked to leave.
-    fn staying(&self, role: Role) -> usize {
-        self.seats
-            .active(role)
-            .filter(|&seat| !self.seats.get(seat).removed)
-            .count()
+    /// Draft seats, or whole replicas of the verifier, that are filled, or will be, and were not asked to leave.
+    pub(super) fn staying(&self, role: Role) -> usize {
+        let stays = |state: &SeatState| state.is_active() && !state.removed;
+        match role {
+            Role::Draft => self
+                .seats
+                .active(role)
+                .filter(|&seat| stays(self.seats.get(seat)))
+                .count(),
+            Role::Verifier => self
+                .replicas()
+                .into_iter()
+                .filter(|&replica| self.all_of_replica(replica, stays))
+                .count(),
+        }
     }
 
-    /// A run needs a rank of each role: one that was asked to leave stays if nobody else is left, and without anybody
-    /// the run is over.
+    /// Seats that could do the work of a role if they were not asked to leave.
+    fn last_resort(&self, role: Role) -> Option<Vec<Seat>> {
+        match role {
+            Role::Draft => self.seats.active(role).next().map(|seat| vec![seat]),
+            Role::Verifier => self
+                .replicas()
+                .into_iter()
+                .find(|&replica| self.all_of_replica(replica, SeatState::is_active))
+                .map(|replica| self.seats_of_replica(replica).collect()),
+        }
+    }
+
+    /// A run needs a draft rank and a whole verifier: one that was asked to leave stays if nobody else is left, and
+    /// without anybody the run is over.
     pub(super) fn keep_roles(&mut self) {
         if matches!(self.phase, Phase::Leaving | Phase::Finished) {
             return;
@@ -121,17 +142,28 @@ impl Engine {
             if self.staying(role) > 0 {
                 continue;
             }
-            let Some(seat) = self.seats.active(role).next() else {
+            let Some(seats) = self.last_resort(role) else {
+                let what = self.name_of_role(role);
                 self.fail(format!(
-                    "no {role} rank is left; the causes stand above and in logs/coordinator.log"
+                    "no {what} is left; the causes stand above and in logs/coordinator.log"
                 ));
                 return;
             };
-            self.seats.get_mut(seat).removed = false;
-            self.append(Record::SeatAdded { seat, threads: 0 }, true);
-            self.warn(format!(
-                "{seat} was to leave, and stays: no other {role} rank is left"
-            ));
+            for seat in seats {
+                self.seats.get_mut(seat).removed = false;
+                self.append(Record::SeatAdded { seat, threads: 0 }, true);
+                self.warn(format!(
+                    "{seat} was to leave, and stays: no other {role} rank is left"
+                ));
+            }
+        }
+    }
+
+    /// What a run needs one of.
+    pub(super) fn name_of_role(&self, role: Role) -> String {
+        match role {
+            Role::Verifier if self.settings.shards() > 1 => "whole verifier replica".to_owned(),
+            role => format!("{role} rank"),
         }
     }
 
@@ -147,10 +179,9 @@ impl Engine {
         if self.settings.restarts(seat.role).then == WhenExhausted::Stop || left == 0 {
             self.fail(format!("{story}{words}"));
         } else {
-            let ranks = if left == 1 { "rank" } else { "ranks" };
+            let (what, s) = (self.name_of_role(seat.role), if left == 1 { "" } else { "s" });
             self.warn(format!(
-                "{story}; the run goes on with {left} {} {ranks}, and `eaglet ranks restart {seat}` tries it again{words}",
-                seat.role
+                "{story}; the run goes on with {left} {what}{s}, and `eaglet ranks restart {seat}` tries it again{words}"
             ));
         }
     }

@@ -9,9 +9,11 @@
 //! - FENCE: what an older epoch or generation says has no effect.
 //! - ORDER: the batch of a step depends only on the journal ([`Record::Planned`] precedes its use).
 //! - SAME: all replicas hold the same digest at the same step, or the step is not committed.
+//! - TEAM: the shards of a verifier are given the same rows in the same order, while all of them are together (`teams`).
 //!
-//! Files: `seats` who sits where, `losses` what is done about a lost rank, `repair` about a broken link, `membership` who comes and goes on request, `lanes` who computes what, `group` when the
-//! draft replicas form an epoch, `router` which row goes where, `steps` begin, stage, commit, `plan` and `growth` what is
+//! Files: `seats` who sits where, `losses` what is done about a lost rank, `repair` about a broken link, `membership` who
+//! comes and goes on request, `teams` which ranks are one verifier, `lanes` who computes what, `group` when the draft
+//! replicas form an epoch, `router` which row goes where, `steps` begin, stage, commit, `plan` and `growth` what is
 //! trained, [`ledger`] the account, `replay` the state that a journal implies.
 
 mod command;
@@ -28,6 +30,7 @@ mod router;
 mod seats;
 mod settings;
 mod steps;
+mod teams;
 mod view;
 
 #[cfg(test)]
@@ -51,6 +54,7 @@ use self::plan::Plans;
 use self::router::Row;
 use self::seats::Seats;
 use self::steps::{Staged, StepPhase};
+use self::teams::Teams;
 use crate::journal::Record;
 
 /// How far a run is.
@@ -122,6 +126,7 @@ pub struct Engine {
     history: BTreeMap<Step, CommittedStep>,
     checkpoints: Vec<KnownCheckpoint>,
     seats: Seats,
+    teams: Teams,
     epoch: Epoch,
     formed: bool,
     /// Whether a group was formed in this launch.
@@ -187,6 +192,7 @@ impl Engine {
             history: BTreeMap::new(),
             checkpoints: Vec::new(),
             seats,
+            teams: Teams::default(),
             epoch: Epoch::default(),
             formed: false,
             was_filled: false,
@@ -279,6 +285,7 @@ impl Engine {
             Event::Tick => {
                 self.tick();
                 self.mend_group();
+                self.mend_teams();
                 self.expire_rows();
             }
             Event::Drain => {
@@ -303,6 +310,7 @@ impl Engine {
         self.respawn();
         self.plan_ahead();
         self.advance_group();
+        self.advance_teams();
         self.route();
         self.advance_step();
         self.leave();
@@ -323,25 +331,22 @@ impl Engine {
             RankEvent::VerifierReady { contract } => self.verifier_ready(seat, &contract),
             RankEvent::DraftReady { load, step, state } => self.draft_ready(seat, load, step, state),
             RankEvent::GroupReady { epoch } => self.group_ready(seat, epoch),
-            RankEvent::Extracted {
-                row,
-                seat: draft,
-                generation: occupant,
-                tokens,
-            } => {
-                self.row_extracted(seat, generation, row, (draft, occupant), tokens);
-            }
+            RankEvent::Extracted { row, lease, tokens } => self.row_extracted(seat, row, lease, tokens),
             RankEvent::NotSent {
                 row,
+                lease,
                 seat: draft,
                 generation: occupant,
                 reason,
             } => {
-                self.row_not_sent(seat, generation, row, (draft, occupant), &reason);
+                self.row_not_sent(seat, (row, lease), (draft, occupant), &reason);
             }
-            RankEvent::BadSample { row, unit, reason } => {
-                self.bad_sample(seat, generation, row, unit, &reason)
-            }
+            RankEvent::BadSample {
+                row,
+                lease,
+                unit,
+                reason,
+            } => self.bad_sample(seat, (row, lease), unit, &reason),
             RankEvent::Received { row, lease } => self.row_received(seat, generation, row, lease),
             RankEvent::StateNotSent {
                 seat: draft,

@@ -7,10 +7,7 @@ use super::router::{Occupant, RowState};
 use super::seats::Status;
 
 /// The end of a process is known well before this.
-const BROKEN_LINK_PATIENCE_MS: u64 = 300;
-
-/// A verifier that works gets this many times the limit before its row is given to another one.
-const PATIENCE_WITH_WORK: u64 = 4;
+pub(super) const BROKEN_LINK_PATIENCE_MS: u64 = 300;
 
 impl Engine {
     pub(super) fn link_broken(
@@ -23,6 +20,12 @@ impl Engine {
     ) {
         if !self.seats.is_current(from, sender) {
             return; // its process is gone, and its rows were given back then
+        }
+        if draft.role == Role::Verifier {
+            if from.role == Role::Verifier {
+                self.team_link_broken(draft, from, sender, epoch);
+            }
+            return; // drafts send nothing to verifiers
         }
         if from.role == Role::Draft {
             let newcomer = self.seats.get_mut(draft);
@@ -41,8 +44,9 @@ impl Engine {
         self.warn(format!(
             "the link from {from} to {draft} broke: {reason}; its rows are extracted again"
         ));
+        let replica = self.replica_of(from);
         self.give_back(|_, state| {
-            state.destination().is_some_and(|(seat, _)| seat == draft.index) && state.is_with(from, sender)
+            state.destination().is_some_and(|(seat, _)| seat == draft.index) && state.is_with(replica)
         });
     }
 
@@ -68,17 +72,16 @@ impl Engine {
     pub(super) fn row_not_sent(
         &mut self,
         verifier: Seat,
-        generation: Generation,
-        row: RowId,
+        (row, lease): (RowId, u64),
         destination: Occupant,
         reason: &str,
     ) {
-        self.seats.get_mut(verifier).leases.remove(&row);
+        // FENCE: a lease that is over is not heard of.
+        if self.answered(verifier, lease).is_none() {
+            return;
+        }
         let draft = Seat::draft(destination.0);
-        // FENCE: since that lease the row may have been leased again, to the same verifier for another draft replica.
-        self.give_back(|other, state| {
-            other == row && state.is_with(verifier, generation) && state.destination() == Some(destination)
-        });
+        self.give_back(|other, state| other == row && state.lease() == Some(lease));
         if self.seats.is_current(draft, destination.1) && self.seats.get(draft).is_active() {
             self.kill(draft, &format!("{verifier} cannot send it the {row}: {reason}"));
         }
@@ -92,15 +95,8 @@ impl Engine {
             .rows
             .iter()
             .filter(|(_, row)| now_ms > row.since_ms + limit_ms)
-            .filter(|(_, row)| match row.state {
-                RowState::Waiting | RowState::Held { .. } => false,
-                RowState::Sent { .. } => true,
-                // Whoever works may just be slow; but one message that is lost must not wait for ever.
-                RowState::Leased { verifier, .. } => {
-                    !self.seats.get(Seat::verifier(verifier)).is_busy()
-                        || now_ms > row.since_ms + PATIENCE_WITH_WORK * limit_ms
-                }
-            })
+            // Those that are in work are their team's matter.
+            .filter(|(_, row)| matches!(row.state, RowState::Sent { .. }))
             .map(|(&id, _)| id)
             .collect();
         for row in overdue {
@@ -109,8 +105,5 @@ impl Engine {
             ));
             self.give_back(|other, _| other == row);
         }
-        // An answer may be lost after its row was given back for another reason.
-        self.seats
-            .expire_leases(now_ms, limit_ms, PATIENCE_WITH_WORK * limit_ms);
     }
 }

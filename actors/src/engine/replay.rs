@@ -2,7 +2,7 @@
 
 use eaglet_runtime::ids::{Epoch, Role, Step};
 
-use super::seats::Status;
+use super::seats::{SeatState, Status};
 use super::{Command, CommittedStep, Engine, KnownCheckpoint, Phase};
 use crate::journal::Record;
 
@@ -39,6 +39,7 @@ impl Engine {
         }
         // Quarantines were told when they happened.
         self.commands.clear();
+        self.close_torn_replicas();
         for role in [Role::Verifier, Role::Draft] {
             // cluster.toml may have lost the ranks that were left: then all of its own count again.
             if self.seats.active(role).next().is_none() {
@@ -57,6 +58,21 @@ impl Engine {
             self.phase = Phase::Training;
         }
         Ok(())
+    }
+
+    /// A replica of the verifier of which a seat is missing is of no use: it was added or removed when the journal was
+    /// torn, or an earlier launch cut the verifier otherwise.
+    fn close_torn_replicas(&mut self) {
+        for replica in self.replicas() {
+            if self.all_of_replica(replica, SeatState::is_active) {
+                continue;
+            }
+            for seat in self.seats_of_replica(replica) {
+                if self.seats.find(seat).is_some() {
+                    self.seats.get_mut(seat).status = Status::Empty;
+                }
+            }
+        }
     }
 
     fn restore(&mut self, record: &Record) -> Result<(), Refusal> {

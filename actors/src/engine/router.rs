@@ -1,15 +1,13 @@
 //! Which row goes to which verifier, and where its hidden states lie.
 
-use eaglet_runtime::control::{CoordinatorCommand, HeldOutRequest};
+use eaglet_runtime::control::{CoordinatorCommand, HeldOutRequest, Member};
 use eaglet_runtime::ids::{Generation, Role, RowId, Seat, Step, Unit};
 
 use super::ledger::UnitState;
 use super::seats::Status;
+use super::teams::Handout;
 use super::{Command, Engine, Phase};
 use crate::journal::Record;
-
-/// Rows a verifier may hold at once: one in work, one behind it so that it never waits for the coordinator.
-const LEASES_PER_VERIFIER: usize = 2;
 
 /// An occupant of a draft seat.
 pub(super) type Occupant = (u16, Generation);
@@ -19,16 +17,16 @@ pub(super) type Occupant = (u16, Generation);
 pub(super) enum RowState {
     /// Nowhere.
     Waiting,
-    /// Being computed.
+    /// Being computed by a replica of the verifier.
     Leased {
-        verifier: u16,
-        generation: Generation,
+        replica: u16,
+        lease: u64,
         destination: Occupant,
     },
-    /// Sent to the draft seat.
+    /// All of it is sent to the draft seat.
     Sent {
-        verifier: u16,
-        generation: Generation,
+        replica: u16,
+        lease: u64,
         destination: Occupant,
     },
     /// At the draft seat.
@@ -46,10 +44,17 @@ impl RowState {
         }
     }
 
-    /// Whether it is in the hands of an occupant of a verifier seat.
-    pub(super) fn is_with(self, seat: Seat, occupant: Generation) -> bool {
-        matches!(self, Self::Leased { verifier, generation, .. } | Self::Sent { verifier, generation, .. }
-            if verifier == seat.index && generation == occupant)
+    /// Whether it is in the hands of a replica of the verifier.
+    pub(super) fn is_with(self, team: u16) -> bool {
+        matches!(self, Self::Leased { replica, .. } | Self::Sent { replica, .. } if replica == team)
+    }
+
+    /// The lease under which it is computed.
+    pub(super) fn lease(self) -> Option<u64> {
+        match self {
+            Self::Leased { lease, .. } | Self::Sent { lease, .. } => Some(lease),
+            Self::Waiting | Self::Held { .. } => None,
+        }
     }
 }
 
@@ -74,7 +79,7 @@ impl Engine {
             .unwrap_or_default()
     }
 
-    /// Gives rows to verifiers that have room: those of the next step first, then held-out ones, then those ahead.
+    /// Gives rows to replicas of the verifier that have room: those of the next step first, then held-out ones, then those ahead.
     pub(super) fn route(&mut self) {
         if !self.prepared || matches!(self.phase, Phase::Leaving | Phase::Finished) {
             return;
@@ -82,7 +87,7 @@ impl Engine {
         let base = self.base_step();
         self.rows
             .retain(|row, _| !matches!(row, RowId::Train { step, .. } if *step < base));
-        if self.free_verifier().is_none() {
+        if self.free_team().is_none() {
             return; // most of the time all of them are busy
         }
         let mut wanted = Vec::new();
@@ -113,41 +118,28 @@ impl Engine {
                 continue;
             }
             let destination = draft.member(to);
-            let Some(verifier) = self.free_verifier() else {
+            let Some(replica) = self.free_team() else {
                 return;
             };
-            self.lease(row, verifier, destination);
+            self.lease(row, replica, destination);
         }
     }
 
-    fn free_verifier(&self) -> Option<Seat> {
-        self.seats
-            .iter()
-            .filter(|(seat, state)| {
-                seat.role == Role::Verifier
-                    && state.status == Status::Ready
-                    && state.leases.len() < LEASES_PER_VERIFIER
-                    && self.now_ms < state.last_heard_ms + self.settings.suspect_after_ms
-            })
-            .min_by_key(|(seat, state)| (state.leases.len(), *seat))
-            .map(|(seat, _)| seat)
-    }
-
-    fn lease(&mut self, row: RowId, verifier: Seat, destination: eaglet_runtime::control::Member) {
-        let generation = self.seats.get(verifier).generation;
+    fn lease(&mut self, row: RowId, replica: u16, destination: Member) {
         self.leases += 1;
         let lease = self.leases;
-        let to = (destination.seat, destination.generation);
+        // The caller has seen that the team is formed.
+        let Some(Handout { members, turn }) = self.hand_out(replica, lease, row) else {
+            return;
+        };
         self.place_row(
             row,
             RowState::Leased {
-                verifier: verifier.index,
-                generation,
-                destination: to,
+                replica,
+                lease,
+                destination: (destination.seat, destination.generation),
             },
         );
-        let now_ms = self.now_ms;
-        self.seats.get_mut(verifier).leases.insert(row, now_ms);
         match row {
             RowId::Train { step, lane } => {
                 self.move_units(step, lane, UnitState::Leased);
@@ -157,10 +149,10 @@ impl Engine {
                     .filter_map(|&unit| Some((unit, self.samples.get(&unit.sample)?.location)))
                     .collect();
                 self.commands.push(Command::Lease {
-                    seat: verifier,
-                    generation,
+                    members,
                     row,
                     lease,
+                    turn,
                     documents,
                     destination,
                 });
@@ -169,11 +161,14 @@ impl Engine {
                 let request = HeldOutRequest {
                     row,
                     lease,
+                    turn,
                     prompts: self.held_out_prompts(lane).cloned().collect(),
                     max_new_tokens: self.settings.max_new_tokens,
                     destination,
                 };
-                self.send(verifier, CoordinatorCommand::ExtractHeldOut(request));
+                for (seat, _) in members {
+                    self.send(seat, CoordinatorCommand::ExtractHeldOut(request.clone()));
+                }
             }
         }
     }
@@ -192,28 +187,25 @@ impl Engine {
         }
     }
 
-    pub(super) fn row_extracted(
-        &mut self,
-        verifier: Seat,
-        generation: Generation,
-        row: RowId,
-        destination: Occupant,
-        tokens: u64,
-    ) {
-        self.seats.get_mut(verifier).leases.remove(&row);
-        self.extracted_tokens += tokens;
-        let verifier = verifier.index;
-        let leased = RowState::Leased {
-            verifier,
-            generation,
+    pub(super) fn row_extracted(&mut self, seat: Seat, row: RowId, lease: u64, tokens: u64) {
+        // Each shard says so of the same tokens.
+        if seat.index.is_multiple_of(self.settings.shards()) {
+            self.extracted_tokens += tokens;
+        }
+        let all = self.answered(seat, lease) == Some(true);
+        if let RowState::Leased {
+            replica,
+            lease: present,
             destination,
-        };
-        if self.row_state(row) == leased {
+        } = self.row_state(row)
+            && all
+            && present == lease
+        {
             self.place_row(
                 row,
                 RowState::Sent {
-                    verifier,
-                    generation,
+                    replica,
+                    lease,
                     destination,
                 },
             );
@@ -261,15 +253,9 @@ impl Engine {
         if self.owner_of(row.lane()) != Some(draft) || matches!(state, RowState::Held { .. }) {
             return;
         }
-        if let RowState::Leased {
-            verifier,
-            generation: sender,
-            ..
-        } = state
-            && self.seats.is_current(Seat::verifier(verifier), sender)
-        {
+        if let RowState::Leased { replica, .. } = state {
             // That the verifier has sent it may never be told.
-            self.seats.get_mut(Seat::verifier(verifier)).leases.remove(&row);
+            self.teams.forget(replica, lease, self.now_ms);
         }
         let destination = (draft.index, generation);
         self.place_row(row, RowState::Held { destination });
@@ -285,33 +271,29 @@ impl Engine {
     pub(super) fn bad_sample(
         &mut self,
         verifier: Seat,
-        generation: Generation,
-        row: RowId,
+        (row, lease): (RowId, u64),
         unit: Option<Unit>,
         reason: &str,
     ) {
-        self.seats.get_mut(verifier).leases.remove(&row);
+        // FENCE: the answer to a lease that is over is not heard; each shard that sees what is wrong says so.
+        let is_present = self.row_state(row).lease() == Some(lease);
+        if self.answered(verifier, lease).is_none() || !is_present {
+            return;
+        }
         let RowId::Train { step, lane } = row else {
+            self.give_back(|other, _| other == row);
             if self.held_out_refused.insert(row.lane()) {
                 self.warn(format!("the {row} is not evaluated: {reason}"));
             }
             return;
         };
-        // FENCE: the answer to a lease that was given up since is not heard.
-        let state = self.row_state(row);
-        if !matches!(state, RowState::Leased { .. }) || !state.is_with(verifier, generation) {
-            return;
-        }
+        let unit = unit.filter(|unit| self.row_units(step, lane).contains(unit));
         let Some(unit) = unit else {
             self.fail(format!(
                 "{verifier} refused the {row} without naming one of its samples: {reason}"
             ));
             return;
         };
-        if !self.row_units(step, lane).contains(&unit) {
-            // The answer to an older lease of the row; the sample was taken out of it when another one said so.
-            return;
-        }
         if step < self.committed {
             self.fail(format!(
                 "sample {} was trained before and is refused now: {reason}; this verifier does not repeat its own \
@@ -360,7 +342,7 @@ impl Engine {
     /// Gives back the rows of a rank that is gone.
     pub(super) fn release_rows(&mut self, seat: Seat, generation: Generation) {
         match seat.role {
-            Role::Verifier => self.give_back(|_, state| state.is_with(seat, generation)),
+            Role::Verifier => self.disband(self.replica_of(seat)),
             Role::Draft => self.give_back(|_, state| state.destination() == Some((seat.index, generation))),
         }
     }

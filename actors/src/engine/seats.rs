@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use eaglet_runtime::control::{Activity, Beat, CoordinatorCommand, Member};
 use eaglet_runtime::digest::Digest;
-use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Step};
+use eaglet_runtime::ids::{Epoch, Generation, Role, Seat, Step};
 
 use super::{Command, Engine, Outcome, Phase, Settings};
 
@@ -62,10 +62,8 @@ pub(super) struct SeatState {
     pub(super) excused: bool,
     /// What the first loss within the restart window was put down to.
     pub(super) first_cause: Option<String>,
-    /// Draft only: the epoch it has joined.
+    /// The epoch of its group or team that it has joined.
     pub(super) joined: Option<Epoch>,
-    /// Verifier only: rows it was given and has not answered for, and since when.
-    pub(super) leases: BTreeMap<RowId, u64>,
 }
 
 impl SeatState {
@@ -92,7 +90,6 @@ impl SeatState {
             excused: false,
             first_cause: None,
             joined: None,
-            leases: BTreeMap::new(),
         }
     }
 
@@ -106,9 +103,9 @@ impl SeatState {
         matches!(self.status, Status::Attached | Status::Loading | Status::Ready)
     }
 
-    /// Whether its last beat told of work.
-    pub(super) fn is_busy(&self) -> bool {
-        self.beat.is_some_and(|beat| beat.activity != Activity::Idle)
+    /// Whether its last beat told of work of its own.
+    pub(super) fn is_working(&self) -> bool {
+        self.beat.is_some_and(|beat| beat.activity.is_work())
     }
 
     pub(super) fn member(&self, seat: Seat) -> Member {
@@ -135,7 +132,6 @@ impl SeatState {
         self.donor = None;
         self.removed = false;
         self.joined = None;
-        self.leases.clear();
     }
 }
 
@@ -228,14 +224,6 @@ impl Seats {
         state.beat = Some(beat);
     }
 
-    /// Verifiers whose answers were not heard within the limit, whatever has become of the rows, have room again.
-    pub(super) fn expire_leases(&mut self, now_ms: u64, limit_ms: u64, busy_limit_ms: u64) {
-        for state in self.seats.values_mut() {
-            let limit_ms = if state.is_busy() { busy_limit_ms } else { limit_ms };
-            state.leases.retain(|_, since_ms| now_ms <= *since_ms + limit_ms);
-        }
-    }
-
     pub(super) fn fault(&mut self, seat: Seat, reason: String) {
         self.get_mut(seat).fault.get_or_insert(reason);
     }
@@ -248,7 +236,7 @@ fn stuck(state: &SeatState, settings: &Settings) -> Option<String> {
         .filter(|_| matches!(state.status, Status::Loading | Status::Ready))?;
     let limit_ms = match beat.activity {
         // It waits for somebody else.
-        Activity::Idle | Activity::Reducing => return None,
+        Activity::Idle | Activity::Reducing | Activity::AwaitingPeers => return None,
         Activity::Loading => settings.load_timeout_ms,
         _ => settings.step_timeout_ms,
     };
@@ -346,6 +334,7 @@ impl Engine {
         }
         self.step_phase.excuse(held_up_ms);
         self.forming_since_ms += held_up_ms;
+        self.teams.excuse(held_up_ms);
         let limit_ms = self.settings.step_timeout_ms;
         for seat in self.late_in_step() {
             late.push((
@@ -358,6 +347,13 @@ impl Engine {
             late.push((
                 seat,
                 format!("it did not link up with the other draft ranks within {limit_ms} ms"),
+            ));
+        }
+        for seat in self.late_in_teams() {
+            let limit_ms = self.settings.form_timeout_ms;
+            late.push((
+                seat,
+                format!("it did not link up with the other shards of its verifier within {limit_ms} ms"),
             ));
         }
         for (seat, reason) in late {

@@ -161,6 +161,10 @@ pub struct Turn {
 pub struct Settings {
     /// Rows of each step; the draft seats share them.
     pub lanes: u16,
+    /// Stages that a verifier is cut into, at least 1.
+    pub pipeline: u16,
+    /// Slices that each stage is cut into, at least 1.
+    pub tensor: u16,
     /// The seats of `cluster.toml`.
     pub seats: Vec<Seat>,
     /// Whether the run waits for more samples when all are trained.
@@ -208,6 +212,11 @@ pub struct Settings {
 }
 
 impl Settings {
+    /// Ranks of one replica of the verifier. Seats `n · shards` to `(n + 1) · shards - 1` are replica `n`.
+    pub fn shards(&self) -> u16 {
+        self.pipeline.max(1).saturating_mul(self.tensor.max(1))
+    }
+
     /// The restart policy of a role.
     pub fn restarts(&self, role: Role) -> RestartPolicy {
         match role {

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use eaglet_runtime::control::Beat;
 use eaglet_runtime::ids::{Epoch, Generation, Role, Seat};
+use eaglet_runtime::verifier::Shard;
 
 use super::router::RowState;
 use super::seats::Status;
@@ -24,6 +25,8 @@ pub struct SeatView {
     pub restarts: u32,
     /// Draft only: the lanes that it computes.
     pub lanes: Vec<u16>,
+    /// Verifier only: its replica, and the part of it that it holds.
+    pub shard: Option<(u16, Shard)>,
     /// Time since it was last heard.
     pub silent_ms: u64,
     /// Its last beat.
@@ -85,6 +88,11 @@ impl Engine {
                         Status::Starting | Status::Attached => "starting",
                         Status::Loading => "loading",
                         Status::Ready if seat.role == Role::Draft && !self.formed => "waiting",
+                        Status::Ready
+                            if seat.role == Role::Verifier && !self.is_formed(self.replica_of(seat)) =>
+                        {
+                            "waiting"
+                        }
                         Status::Ready => "ready",
                         Status::Leaving => "leaving",
                         Status::Empty => "gone",
@@ -96,6 +104,12 @@ impl Engine {
                     } else {
                         Vec::new()
                     },
+                    shard: (seat.role == Role::Verifier).then(|| {
+                        let shards = self.settings.shards();
+                        let (stages, slices) = (self.settings.pipeline, self.settings.tensor);
+                        let shard = Shard::nth(seat.index % shards, stages.max(1), slices.max(1));
+                        (self.replica_of(seat), shard)
+                    }),
                     silent_ms: now_ms.saturating_sub(state.last_heard_ms),
                     beat: state.beat,
                 })

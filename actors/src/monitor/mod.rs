@@ -2,4 +2,6 @@
 
 mod snapshot;
 
-pub use snapshot::{Acceptance, Event, Point, RankState, RankView, SampleCounts, Snapshot, StepAccuracy};
+pub use snapshot::{
+    Acceptance, Event, Point, RankState, RankView, SampleCounts, ShardView, Snapshot, StepAccuracy,
+};

@@ -43,6 +43,17 @@ impl fmt::Display for RankState {
     }
 }
 
+/// A part of a verifier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShardView {
+    /// Which verifier, from 0.
+    pub replica: u16,
+    /// Which stage of its layers.
+    pub stage: u16,
+    /// Which slice of the stage.
+    pub slice: u16,
+}
+
 /// A seat and its occupant.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RankView {
@@ -59,6 +70,15 @@ pub struct RankView {
     /// Draft only: the lanes that it computes.
     #[serde(default)]
     pub lanes: Vec<u16>,
+    /// Verifier only: the part of it that the rank holds.
+    #[serde(default)]
+    pub shard: Option<ShardView>,
+    /// Verifier only: part of its time that it has computed lately, 0 to 1.
+    #[serde(default)]
+    pub busy: Option<f32>,
+    /// Verifier only: part of its time that it has waited for other shards lately, 0 to 1. The rest it had no row.
+    #[serde(default)]
+    pub waiting: Option<f32>,
     /// Resident memory of the process, in bytes; 0 if unknown.
     pub rss_bytes: u64,
     /// Time since its last beat, in ms; `None` before the first.

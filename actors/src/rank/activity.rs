@@ -1,17 +1,73 @@
 //! What the compute thread does, readable from the control thread at any time.
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use eaglet_runtime::control::Activity;
 
 /// A shared note of the present activity.
 #[derive(Clone)]
-pub(super) struct ActivityGauge(Arc<Mutex<(Activity, Instant)>>);
+pub(super) struct ActivityGauge(Arc<Mutex<Note>>);
+
+struct Note {
+    activity: Activity,
+    since: Instant,
+    /// Spent on work before the present activity.
+    busy: Duration,
+    /// Spent waiting for peers before the present activity.
+    waiting: Duration,
+}
+
+/// What a gauge shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Reading {
+    pub(super) activity: Activity,
+    /// For how long it has been doing that.
+    pub(super) age_ms: u64,
+    /// Spent on work since the start.
+    pub(super) busy_ms: u64,
+    /// Spent waiting for peers in the middle of work since the start.
+    pub(super) waiting_ms: u64,
+}
+
+impl Note {
+    fn times(&self) -> (Duration, Duration) {
+        let elapsed = self.since.elapsed();
+        (
+            self.busy
+                + if self.activity.is_work() {
+                    elapsed
+                } else {
+                    Duration::ZERO
+                },
+            self.waiting
+                + if self.activity.is_waiting() {
+                    elapsed
+                } else {
+                    Duration::ZERO
+                },
+        )
+    }
+
+    fn begin(&mut self, activity: Activity) {
+        let (busy, waiting) = self.times();
+        *self = Self {
+            activity,
+            since: Instant::now(),
+            busy,
+            waiting,
+        };
+    }
+}
 
 impl Default for ActivityGauge {
     fn default() -> Self {
-        Self(Arc::new(Mutex::new((Activity::Idle, Instant::now()))))
+        Self(Arc::new(Mutex::new(Note {
+            activity: Activity::Idle,
+            since: Instant::now(),
+            busy: Duration::ZERO,
+            waiting: Duration::ZERO,
+        })))
     }
 }
 
@@ -19,19 +75,28 @@ impl ActivityGauge {
     /// Notes that another activity begins.
     pub(super) fn enter(&self, activity: Activity) {
         let mut note = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if note.0 != activity {
-            *note = (activity, Instant::now());
+        if note.activity != activity {
+            note.begin(activity);
         }
     }
 
     /// Notes that an activity begins, even if it is the same again.
     pub(super) fn restart(&self, activity: Activity) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = (activity, Instant::now());
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .begin(activity);
     }
 
-    /// The activity, and for how long.
-    pub(super) fn read(&self) -> (Activity, u64) {
+    /// The activity, and what was spent so far.
+    pub(super) fn read(&self) -> Reading {
         let note = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        (note.0, note.1.elapsed().as_millis() as u64)
+        let (busy, waiting) = note.times();
+        Reading {
+            activity: note.activity,
+            age_ms: note.since.elapsed().as_millis() as u64,
+            busy_ms: busy.as_millis() as u64,
+            waiting_ms: waiting.as_millis() as u64,
+        }
     }
 }

@@ -184,12 +184,14 @@ impl Actor for Link {
                         silent.as_millis()
                     ));
                 }
-                let (activity, activity_age_ms) = state.arguments.activity.read();
+                let reading = state.arguments.activity.read();
                 let beat = Beat {
                     sequence: state.sequence,
-                    activity,
-                    activity_age_ms,
+                    activity: reading.activity,
+                    activity_age_ms: reading.age_ms,
                     rss_bytes: resident_bytes().unwrap_or(0),
+                    busy_ms: reading.busy_ms,
+                    waiting_ms: reading.waiting_ms,
                 };
                 state.sequence += 1;
                 state.say(RankEvent::Beat(beat));

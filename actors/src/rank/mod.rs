@@ -11,20 +11,23 @@
 mod activity;
 mod control;
 mod draft;
+mod inbox;
+mod peer_links;
+mod sink;
 mod verifier;
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, TryRecvError};
 use eaglet_runtime::control::{Activity, Attach, CoordinatorCommand, PROTOCOL, RankEvent};
 use eaglet_runtime::digest::Digest;
-use eaglet_runtime::ids::{Generation, Role, Seat};
-use eaglet_runtime::link::{BulkEvent, BulkListener, Endpoint, ListenerOptions, SenderOptions};
+use eaglet_runtime::ids::{Epoch, Generation, Role, Seat};
+use eaglet_runtime::link::{BulkListener, Endpoint, ListenerOptions, SenderOptions};
 use rustix::process::{Pid, Signal};
 
 use self::activity::ActivityGauge;
 use self::control::Control;
+use self::inbox::{Inbox, Input, Nothing};
 use crate::config::ClusterConfig;
 use crate::faults::{self, Damage, Point, Victim};
 
@@ -84,14 +87,6 @@ impl From<faults::Injected> for RankFault {
     }
 }
 
-/// What the compute thread takes from its inbox.
-enum Input {
-    /// The coordinator said something.
-    Command(CoordinatorCommand),
-    /// Something arrived on the bulk plane.
-    Bulk(BulkEvent),
-}
-
 /// What a worker of either role gets to work with.
 struct Context {
     seat: Seat,
@@ -111,6 +106,25 @@ impl Context {
     fn enter(&self, activity: Activity) {
         self.activity.enter(activity);
     }
+
+    /// This rank, as its links name it.
+    fn endpoint(&self) -> Endpoint {
+        Endpoint {
+            seat: self.seat,
+            generation: self.generation,
+        }
+    }
+
+    /// Tells the coordinator of a link that broke; one that its sender closed in order is no news.
+    fn say_broken(&self, from: Endpoint, epoch: Epoch, reason: String) {
+        tracing::warn!(%from, reason, "a bulk link broke");
+        self.say(RankEvent::LinkBroken {
+            from: from.seat,
+            generation: from.generation,
+            epoch,
+            reason,
+        });
+    }
 }
 
 /// What a worker can do without further input.
@@ -129,10 +143,8 @@ trait Worker {
     /// Takes one input; commands that belong to the other role are faults.
     fn take(&mut self, input: Input) -> Result<(), RankFault>;
 
-    /// Does a piece of work that needs no input; called while the inbox is empty.
-    fn proceed(&mut self) -> Result<Progress, RankFault> {
-        Ok(Progress::Waits)
-    }
+    /// Does a piece of work; called while the inbox is empty. Who waits for a peer in it keeps taking what arrives.
+    fn proceed(&mut self, inbox: &mut Inbox) -> Result<Progress, RankFault>;
 }
 
 /// Runs a rank until it is told to quit; the calling thread becomes the compute thread.
@@ -144,16 +156,16 @@ pub fn run(arguments: &RankArguments) -> anyhow::Result<()> {
     faults::arm(Victim::Rank(arguments.seat, Some(arguments.generation)))?;
     let _rank =
         tracing::info_span!("rank", seat = %arguments.seat, generation = arguments.generation.0).entered();
-    let (inbox, inputs) = crossbeam_channel::unbounded();
+    let (inputs, arriving) = crossbeam_channel::unbounded();
     let bulk_name = bulk_name(&arguments.token, arguments.seat, arguments.generation);
-    let bulk_inbox = inbox.clone();
+    let bulk_inputs = inputs.clone();
     let here = Endpoint {
         seat: arguments.seat,
         generation: arguments.generation,
     };
     let listener = BulkListener::bind(&bulk_name, here, ListenerOptions::default(), move |event| {
         // The compute thread outlives the listener.
-        let _ = bulk_inbox.send(Input::Bulk(event));
+        let _ = bulk_inputs.send(Input::Bulk(event));
     })?;
     let activity = ActivityGauge::default();
     let attach = Attach {
@@ -170,10 +182,10 @@ pub fn run(arguments: &RankArguments) -> anyhow::Result<()> {
         activity.clone(),
         move |command| {
             // As above.
-            let _ = inbox.send(Input::Command(command));
+            let _ = inputs.send(Input::Command(command));
         },
     )?;
-    let result = work(arguments, &control, activity, &inputs);
+    let result = work(arguments, &control, activity, &mut Inbox::new(arriving));
     if let Err(fault) = &result {
         tracing::error!(reason = fault.reason, "the rank cannot go on");
         control.say(RankEvent::Fault {
@@ -192,32 +204,29 @@ fn work(
     arguments: &RankArguments,
     control: &Control,
     activity: ActivityGauge,
-    inputs: &Receiver<Input>,
+    inbox: &mut Inbox,
 ) -> Result<(), RankFault> {
     let mut worker: Option<Box<dyn Worker>> = None;
     let mut early = Vec::new();
     let mut progress = Progress::Waits;
     // The control thread ends the process when the coordinator is gone, so this ends only by `Quit` or a fault.
     loop {
-        let input = match progress {
-            Progress::Waits => inputs.recv().map_err(|_| RecvTimeoutError::Disconnected),
-            Progress::Blocked => inputs.recv_timeout(ROOM_INTERVAL),
-            Progress::More => inputs.try_recv().map_err(|error| match error {
-                TryRecvError::Empty => RecvTimeoutError::Timeout,
-                TryRecvError::Disconnected => RecvTimeoutError::Disconnected,
-            }),
+        let patience = match progress {
+            Progress::Waits => None,
+            Progress::Blocked => Some(ROOM_INTERVAL),
+            Progress::More => Some(Duration::ZERO),
         };
-        let input = match (input, &mut worker) {
+        let input = match (inbox.next(patience), &mut worker) {
             (Ok(input), _) => input,
-            (Err(RecvTimeoutError::Timeout), Some(worker)) => {
-                progress = worker.proceed()?;
+            (Err(Nothing::Yet), Some(worker)) => {
+                progress = worker.proceed(inbox)?;
                 continue;
             }
-            (Err(RecvTimeoutError::Timeout), None) => {
+            (Err(Nothing::Yet), None) => {
                 progress = Progress::Waits;
                 continue;
             }
-            (Err(RecvTimeoutError::Disconnected), _) => return Ok(()),
+            (Err(Nothing::Ever), _) => return Ok(()),
         };
         match (input, &mut worker) {
             (Input::Command(CoordinatorCommand::Quit), _) => return Ok(()),
@@ -227,8 +236,14 @@ fn work(
                 })?;
                 let context = context(arguments, config, control.clone(), activity.clone())?;
                 let mut made: Box<dyn Worker> = match arguments.seat.role {
+                    Role::Verifier if context.config.samples.hidden_states.is_some() => {
+                        Box::new(verifier::StoredWorker::new(context))
+                    }
                     Role::Verifier => Box::new(verifier::VerifierWorker::new(context)),
-                    Role::Draft => Box::new(draft::DraftWorker::new(context)),
+                    Role::Draft => match context.config.run.extract_to.clone() {
+                        Some(folder) => Box::new(sink::SinkWorker::new(context, folder)),
+                        None => Box::new(draft::DraftWorker::new(context)),
+                    },
                 };
                 for input in early.drain(..) {
                     made.take(input)?;
@@ -268,7 +283,7 @@ fn context(
     })
 }
 
-/// Options of every link to a draft replica.
+/// Options of every link to another rank.
 fn link_options() -> SenderOptions {
     let corrupt = faults::pass(Point::Link, None) == Some(Damage::Corrupt);
     SenderOptions {

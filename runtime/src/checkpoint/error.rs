@@ -85,7 +85,8 @@ pub enum CheckpointError {
 
 impl CheckpointError {
     /// A failed write, with the remedy that its kind suggests.
-    pub(super) fn write(path: impl Into<PathBuf>, cause: io::Error) -> Self {
+    /// A file or folder that could not be written.
+    pub fn write(path: impl Into<PathBuf>, cause: io::Error) -> Self {
         let remedy = match cause.kind() {
             io::ErrorKind::StorageFull => {
                 "free space on that file system or choose another checkpoint folder"

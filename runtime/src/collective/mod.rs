@@ -1,12 +1,15 @@
-//! Sums over the draft replicas, taken in seat order so that they repeat bit for bit.
+//! What several ranks compute together, in a fixed order so that it repeats bit for bit: sums over the draft replicas, and
+//! what the shards of one verifier tell each other.
 //!
-//! Nothing here sends or waits: [`SeatOrderedReduce`] says what to send and is told what arrived, so that the thread which
-//! drives it can listen to the coordinator at the same time.
+//! Nothing here owns a link: [`SeatOrderedReduce`] says what to send and is told what arrived, and [`ShardPeers`] asks an
+//! [`Exchange`], so that whoever drives them can listen to the coordinator at the same time.
 
 mod reduce;
 mod segments;
+mod shards;
 #[cfg(test)]
 mod tests;
 
 pub use reduce::{CollectiveError, Outgoing, Phase, ReduceShape, SeatOrderedReduce};
 pub use segments::Segments;
+pub use shards::{Exchange, ShardMessage, ShardPeers};

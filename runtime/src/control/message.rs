@@ -10,7 +10,7 @@ use crate::ids::{Epoch, Generation, RowId, Seat, Step, Unit};
 use crate::row::PackedRow;
 
 /// Version of this vocabulary; both ends must speak the same one.
-pub const PROTOCOL: u32 = 2;
+pub const PROTOCOL: u32 = 3;
 
 /// A rank's first words on a stream.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -46,6 +46,8 @@ pub enum Activity {
     Computing,
     /// Waiting for the other replicas' gradients.
     Reducing,
+    /// Waiting for the other shards of its verifier.
+    AwaitingPeers,
     /// Applying the optimizer.
     Applying,
     /// Sending its state to a replacement.
@@ -67,12 +69,28 @@ pub struct Beat {
     pub activity_age_ms: u64,
     /// Resident memory of the process.
     pub rss_bytes: u64,
+    /// Time that the compute thread has spent on work of its own since it started.
+    pub busy_ms: u64,
+    /// Time that it has spent waiting for peers in the middle of work.
+    pub waiting_ms: u64,
 }
 
-/// An occupant of a draft seat, as its peers need to know it.
+impl Activity {
+    /// Whether the compute thread does work of its own.
+    pub const fn is_work(self) -> bool {
+        !matches!(self, Self::Idle) && !self.is_waiting()
+    }
+
+    /// Whether it waits for other ranks in the middle of work.
+    pub const fn is_waiting(self) -> bool {
+        matches!(self, Self::Reducing | Self::AwaitingPeers)
+    }
+}
+
+/// An occupant of a seat, as those who send to it need to know it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Member {
-    /// Draft seat number.
+    /// Number of the seat within its role.
     pub seat: u16,
     /// Which occupant.
     pub generation: Generation,
@@ -91,6 +109,15 @@ pub enum DraftOrigin {
     Peer(Member),
 }
 
+/// The place of a row in the work of the shards of one verifier: all of them compute the same in the same order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Turn {
+    /// Membership of the team for which it was given.
+    pub epoch: Epoch,
+    /// What the team was given before it in that epoch.
+    pub number: u64,
+}
+
 /// Hidden states to compute.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Extraction {
@@ -98,6 +125,8 @@ pub struct Extraction {
     pub row: RowId,
     /// Number of the lease; it comes back with the row.
     pub lease: u64,
+    /// When it is computed.
+    pub turn: Turn,
     /// The unit behind each document, to name a bad one.
     pub units: Vec<Unit>,
     /// Tokens, masks, boundaries.
@@ -113,6 +142,8 @@ pub struct HeldOutRequest {
     pub row: RowId,
     /// Number of the lease; it comes back with the row.
     pub lease: u64,
+    /// When it is computed.
+    pub turn: Turn,
     /// Token ids of each prompt, up to where the answer begins.
     pub prompts: Vec<Vec<u32>>,
     /// Longest answer, in tokens.
@@ -211,26 +242,26 @@ pub enum RankEvent {
         /// Digest of weights and moments.
         state: Digest,
     },
-    /// A draft replica has links to all members of the epoch and holds nothing of an older one.
+    /// A draft replica, or a shard of a verifier, has links to the members of its epoch and holds nothing of an older one.
     GroupReady {
         /// The epoch.
         epoch: Epoch,
     },
-    /// A verifier has sent a row on its way.
+    /// A shard of a verifier is done with a row, and has sent the states that it captured, if any, on their way.
     Extracted {
         /// The row.
         row: RowId,
-        /// The draft seat it was sent to.
-        seat: u16,
-        /// Which occupant of it.
-        generation: Generation,
+        /// The lease that it was extracted for.
+        lease: u64,
         /// Its tokens.
         tokens: u64,
     },
-    /// A verifier could not hand a row over.
+    /// A shard of a verifier could not hand its part of a row over.
     NotSent {
         /// The row.
         row: RowId,
+        /// The lease that it was extracted for.
+        lease: u64,
         /// The draft seat it was meant for.
         seat: u16,
         /// Which occupant of it.
@@ -242,12 +273,14 @@ pub enum RankEvent {
     BadSample {
         /// The row it was part of.
         row: RowId,
+        /// The lease that it was extracted for.
+        lease: u64,
         /// The sample.
         unit: Option<Unit>,
         /// Why.
         reason: String,
     },
-    /// A draft replica holds the hidden states of a row.
+    /// A draft replica holds the hidden states of a row, the parts of all shards.
     Received {
         /// The row.
         row: RowId,
@@ -263,13 +296,13 @@ pub enum RankEvent {
         /// What was seen.
         reason: String,
     },
-    /// A draft replica lost a link over which another rank sends to it.
+    /// A rank lost a link to another one.
     LinkBroken {
         /// The other end.
         from: Seat,
         /// Its generation.
         generation: Generation,
-        /// The epoch that the link was made for; links of verifiers belong to none.
+        /// The epoch that the link was made for; those from verifiers to draft replicas belong to none.
         epoch: Epoch,
         /// What was seen.
         reason: String,
@@ -356,6 +389,18 @@ pub enum CoordinatorCommand {
     SendState {
         /// Who needs it.
         to: Member,
+    },
+    /// Link up with the other shards of a verifier. What was given in an older epoch is void.
+    FormTeam {
+        /// The epoch.
+        epoch: Epoch,
+        /// All members in the order of their shards, this rank among them.
+        members: Vec<Member>,
+    },
+    /// Compare a few hidden states with the verifier's own logits, together with its other shards.
+    CheckVerifier {
+        /// When: the first work of each epoch.
+        turn: Turn,
     },
     /// Link up with these members, in seat order.
     FormGroup {

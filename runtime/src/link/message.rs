@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::MAX_PARTS;
 use super::error::LinkError;
 use super::pool::{Charge, PooledBuffer};
-use crate::collective::Phase;
+use crate::collective::{Phase, ShardMessage};
 use crate::contract::HiddenDtype;
 use crate::digest::Digest;
 use crate::ids::{Epoch, Generation, RowId, Seat, Step};
@@ -27,7 +27,7 @@ pub struct BulkHeader {
     pub from: Seat,
     /// Occupant of that seat.
     pub generation: Generation,
-    /// Membership of the draft group for which it was sent.
+    /// Membership of the group for which it was sent; rows for draft replicas belong to none.
     pub epoch: Epoch,
     /// What it is.
     pub kind: BulkKind,
@@ -56,6 +56,15 @@ pub enum BulkKind {
         hidden: u32,
         /// Tokens, masks and documents of the row.
         packed: PackedRow,
+    },
+    /// What shards of one verifier tell each other. One part, f32 or u32.
+    Shard {
+        /// Number of the row in the work of the team.
+        turn: u64,
+        /// Messages that this link has carried before.
+        sequence: u64,
+        /// What it is.
+        what: ShardMessage,
     },
     /// A segment of a gradient that is being reduced. One part, f32.
     Gradient {
@@ -129,6 +138,9 @@ impl BulkKind {
                     format!("the {row} has {bytes} bytes for [{tokens}, {states}, {hidden}] of {dtype:?}")
                 })
             }
+            Self::Shard { what, .. } => (bytes % 4 != 0).then(|| {
+                format!("a message between shards ({what:?}) has {bytes} bytes, which are no numbers")
+            }),
             Self::Gradient { segment, .. } => (bytes % 4 != 0)
                 .then(|| format!("segment {segment} has {bytes} bytes, which is no number of f32")),
             Self::State {
@@ -152,7 +164,7 @@ impl BulkKind {
 /// A message to send. Parts are shared, not copied, until they go into the ring.
 #[derive(Clone)]
 pub struct BulkOutgoing {
-    /// Membership of the draft group for which it is sent.
+    /// Membership of the group for which it is sent.
     pub epoch: Epoch,
     /// What it is.
     pub kind: BulkKind,
@@ -324,6 +336,14 @@ mod tests {
         };
         assert_eq!(gradient.contradiction(&[0]), None);
         assert!(gradient.contradiction(&[7]).is_some());
+        let shard = BulkKind::Shard {
+            turn: 3,
+            sequence: 0,
+            what: ShardMessage::Tokens,
+        };
+        assert_eq!(shard.contradiction(&[8]), None);
+        assert!(shard.contradiction(&[6]).is_some());
+        assert!(shard.contradiction(&[4, 4]).is_some());
         let state = |first_element| BulkKind::State {
             step: Step(1),
             what: StateKind::Weights,

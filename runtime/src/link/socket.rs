@@ -49,7 +49,7 @@ impl fmt::Display for Endpoint {
 pub struct Hello {
     /// Who sends.
     pub from: Endpoint,
-    /// Membership of the draft group that the sender knows.
+    /// Membership of the group that the link is for.
     pub epoch: Epoch,
     /// Who is to receive; anybody else refuses.
     pub to: Endpoint,

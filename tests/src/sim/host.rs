@@ -231,6 +231,7 @@ impl World {
             } => {
                 if !unheard {
                     self.checks.fence.heard(*seat, *generation, event);
+                    self.checks.team.heard(*seat, *generation, event);
                 } else if self
                     .ranks
                     .iter()
@@ -240,6 +241,7 @@ impl World {
                 }
             }
             Event::Lost { seat, .. } if !unheard => {
+                self.checks.team.lost(*seat);
                 if let Some(occupant) = coordinator.occupants.get_mut(seat) {
                     occupant.lost = true;
                 }
@@ -303,13 +305,16 @@ impl World {
                 self.checks
                     .fence
                     .told(&self.checks.book, seat, generation, &command)?;
+                self.checks
+                    .team
+                    .told(&self.checks.book, seat, generation, &command)?;
                 self.tell_rank(seat, generation, command)?;
             }
             Command::Lease {
-                seat,
-                generation,
+                members,
                 row,
                 lease,
+                turn,
                 documents,
                 destination,
             } => {
@@ -317,11 +322,18 @@ impl World {
                 let extraction = Extraction {
                     row,
                     lease,
+                    turn,
                     units: documents.into_iter().map(|(unit, _)| unit).collect(),
                     content: PackedRow::default(),
                     destination,
                 };
-                self.tell_rank(seat, generation, CoordinatorCommand::Extract(extraction))?;
+                for (seat, generation) in members {
+                    let command = CoordinatorCommand::Extract(extraction.clone());
+                    self.checks
+                        .team
+                        .told(&self.checks.book, seat, generation, &command)?;
+                    self.tell_rank(seat, generation, command)?;
+                }
             }
             Command::Finish(outcome) => self.finish(&outcome)?,
             Command::Notice(_)

@@ -11,6 +11,7 @@ use eaglet_runtime::ids::{Epoch, RowId, Step};
 use super::fault::Fault;
 use super::invariants::{Checked, bound};
 use super::rank::{Input, RankId};
+use super::verifier::Residual;
 use super::weights::Weights;
 use super::world::{What, World};
 
@@ -32,6 +33,19 @@ pub enum LinkKind {
     Group,
     /// A state, from a donor.
     State,
+    /// What shards of one verifier tell each other, within an epoch of their team.
+    Team,
+}
+
+/// What shards of one verifier tell each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Word {
+    /// To the next stage.
+    Residual,
+    /// To the other slices.
+    Addend,
+    /// From the last stage to all.
+    Tokens,
 }
 
 /// A one-way link between two ranks.
@@ -74,14 +88,27 @@ pub struct Parcel {
 /// The contents of a parcel.
 #[derive(Clone, Debug)]
 pub enum Load {
-    /// Hidden states of a row.
+    /// Hidden states of a row that one stage has captured.
     Row {
         /// Which.
         row: RowId,
         /// The lease that it was extracted for.
         lease: u64,
+        /// The stage.
+        stage: u16,
         /// What it is made of.
         content: u64,
+    },
+    /// A word between shards.
+    Shard {
+        /// Number of the row in the work of the team, and one more.
+        turn: u64,
+        /// Words over this link before.
+        sequence: u64,
+        /// Which.
+        word: Word,
+        /// What it is about.
+        residual: Residual,
     },
     /// A segment of a sum.
     Segment {

@@ -29,6 +29,8 @@ pub struct Plan {
     pub held_out: u32,
     /// Longest way of a message.
     pub latency_ms: u64,
+    /// Stages that capture nothing, as bits; the last one always does.
+    pub silent_stages: u16,
     /// When all faults stop.
     pub calm_ms: u64,
     /// The faults.
@@ -139,9 +141,29 @@ impl Plan {
             corpus: Corpus::draw(&mut dice, shape),
             held_out: 3,
             latency_ms: 1,
+            silent_stages: 0,
             calm_ms: shape.until_ms,
             faults: Faults::default(),
         }
+    }
+
+    /// [`Self::small`], with a verifier of two stages of two slices.
+    pub fn small_and_sharded() -> Self {
+        let mut plan = Self::small();
+        let mut sharded = settings(2, 3, 4);
+        (sharded.pipeline, sharded.tensor) = (2, 2);
+        plan.settings = Settings {
+            prefetch_steps: plan.settings.prefetch_steps,
+            evaluate_every_steps: plan.settings.evaluate_every_steps,
+            checkpoint_every_steps: plan.settings.checkpoint_every_steps,
+            ..sharded
+        };
+        plan
+    }
+
+    /// Whether a stage of the verifier captures states.
+    pub fn captures(&self, stage: u16) -> bool {
+        stage + 1 == self.settings.pipeline || self.silent_stages >> stage & 1 == 0
     }
 
     /// [`Self::small`], with samples and a file that come while it runs.
@@ -168,8 +190,14 @@ impl Plan {
         let large = dice.one_in(30);
         let lanes = dice.between(1, if large { 6 } else { 3 }) as u16;
         let drafts = dice.between(1, if large { 6 } else { 4 }) as u16;
-        let verifiers = dice.between(1, if large { 4 } else { 2 }) as u16;
-        let mut settings = settings(lanes, drafts, verifiers);
+        let replicas = dice.between(1, if large { 4 } else { 2 }) as u16;
+        let (mut pipeline, mut tensor) = (1, 1);
+        if dice.one_in(2) {
+            pipeline = dice.between(1, if large { 4 } else { 3 }) as u16;
+            tensor = dice.between(1, if large { 3 } else { 2 }) as u16;
+        }
+        let mut settings = settings(lanes, drafts, replicas * pipeline * tensor);
+        (settings.pipeline, settings.tensor) = (pipeline, tensor);
         settings.passes = dice.between(1, 2) as u32;
         settings.open = dice.one_in(3);
         let steps = dice.between(3, if large { 25 } else { 10 });
@@ -199,6 +227,7 @@ impl Plan {
             corpus: Corpus::draw(dice, shape),
             held_out: dice.pick(&[0, 0, 1, 2, 5]) as u32,
             latency_ms: dice.between(0, 3),
+            silent_stages: dice.pick(&[0, 0, 0b1, 0b10, 0b111]),
             calm_ms,
             faults,
         }
@@ -302,6 +331,8 @@ fn settings(lanes: u16, drafts: u16, verifiers: u16) -> Settings {
     };
     Settings {
         lanes,
+        pipeline: 1,
+        tensor: 1,
         seats: (0..drafts)
             .map(Seat::draft)
             .chain((0..verifiers).map(Seat::verifier))

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 
 use eaglet_runtime::control::{Activity, Beat, CoordinatorCommand, RankEvent};
 use eaglet_runtime::ids::{Epoch, Generation, Role, Seat};
+use eaglet_runtime::verifier::Shard;
 
 use super::draft::Draft;
 use super::fault::Fault;
@@ -73,10 +74,11 @@ pub enum Worker {
 }
 
 impl Worker {
-    fn work_ms(&self) -> Option<u64> {
+    /// What it does without input, and for how long at most.
+    fn work(&self) -> Option<(Activity, u64)> {
         match self {
-            Self::Verifier(_) => None,
-            Self::Draft(draft) => draft.work_ms(),
+            Self::Verifier(verifier) => Some((verifier.activity(), verifier.work_ms()?)),
+            Self::Draft(draft) => Some((Activity::Computing, draft.work_ms()?)),
         }
     }
 }
@@ -225,6 +227,8 @@ impl World {
             activity: rank.activity,
             activity_age_ms: now_ms - rank.activity_since_ms,
             rss_bytes: 0,
+            busy_ms: 0,
+            waiting_ms: 0,
         };
         rank.beats += 1;
         self.clock.after(BEAT_MS, What::Beat(id));
@@ -268,8 +272,8 @@ impl World {
                 Some(input) if rank.welcomed => cost(input),
                 Some(_) => (None, 0),
                 // Everything that has arrived is taken in before work goes on.
-                None => match rank.worker.as_ref().and_then(Worker::work_ms) {
-                    Some(ms) => (Some(Activity::Computing), ms),
+                None => match rank.worker.as_ref().and_then(Worker::work) {
+                    Some((activity, ms)) => (Some(activity), ms),
                     None => return,
                 },
             };
@@ -277,7 +281,7 @@ impl World {
             let ready_ms = rank.stopped_until_ms.max(rank.stuck_until_ms);
             if let Some(activity) = activity.filter(|_| now_ms >= rank.stopped_until_ms) {
                 if rank.proceeds {
-                    // Each lane has the whole time limit of a step.
+                    // Each lane and each row has the whole time limit.
                     rank.activity_since_ms = now_ms;
                 }
                 rank.enter(activity, now_ms);
@@ -322,7 +326,7 @@ impl World {
         let result = if std::mem::take(&mut self.ranks[id].proceeds) {
             self.with_worker(id, |worker, world| match worker {
                 Worker::Draft(draft) => draft.proceed(world, id),
-                Worker::Verifier(_) => Ok(()),
+                Worker::Verifier(verifier) => verifier.proceed(world, id),
             })
         } else {
             match self.ranks[id].inbox.pop_front() {
@@ -355,7 +359,11 @@ impl World {
                 rank.welcomed = true;
                 let early = std::mem::take(&mut rank.early);
                 let worker = match rank.seat.role {
-                    Role::Verifier => Worker::Verifier(Verifier::default()),
+                    Role::Verifier => {
+                        let (stages, slices) = (self.plan.settings.pipeline, self.plan.settings.tensor);
+                        let index = rank.seat.index % (stages * slices);
+                        Worker::Verifier(Verifier::new(Shard::nth(index, stages, slices)))
+                    }
                     Role::Draft => Worker::Draft(Box::default()),
                 };
                 rank.worker = Some(worker);
@@ -388,7 +396,7 @@ impl World {
         let result = work(&mut worker, self);
         let activity = match &worker {
             Worker::Draft(draft) => draft.activity(),
-            Worker::Verifier(_) => Activity::Idle,
+            Worker::Verifier(verifier) => verifier.activity(),
         };
         let now_ms = self.clock.now_ms();
         let rank = &mut self.ranks[id];
@@ -455,9 +463,7 @@ fn cost(input: &Input) -> (Option<Activity>, u64) {
                 (Some(Activity::Loading), 20)
             }
             CoordinatorCommand::SendState { .. } => (Some(Activity::Donating), 4),
-            CoordinatorCommand::FormGroup { .. } => (None, 2),
-            CoordinatorCommand::Extract(_) => (Some(Activity::Extracting), 8),
-            CoordinatorCommand::ExtractHeldOut(_) => (Some(Activity::Generating), 12),
+            CoordinatorCommand::FormGroup { .. } | CoordinatorCommand::FormTeam { .. } => (None, 2),
             CoordinatorCommand::Commit { .. } => (Some(Activity::Applying), 3),
             CoordinatorCommand::Checkpoint { .. } => (Some(Activity::Saving), 10),
             CoordinatorCommand::Evaluate => (Some(Activity::Evaluating), 6),

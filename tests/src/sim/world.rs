@@ -391,6 +391,14 @@ impl World {
         }
     }
 
+    /// TEAM: what the shards of a verifier have sent does not go together.
+    pub(super) fn tear(&mut self, what: String) {
+        self.broken.get_or_insert(Broken {
+            invariant: "TEAM",
+            what,
+        });
+    }
+
     /// Whether a contribution made of a row is not a number.
     pub(super) fn spoils(&mut self, content: u64) -> bool {
         let faults = &self.plan.faults;

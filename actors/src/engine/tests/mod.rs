@@ -2,6 +2,7 @@
 
 mod lanes;
 mod setup;
+mod teams;
 
 use eaglet_runtime::control::RankEvent;
 use eaglet_runtime::ids::{Generation, Role, Seat};

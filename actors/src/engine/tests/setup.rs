@@ -16,6 +16,8 @@ pub(super) fn settings() -> Settings {
     };
     Settings {
         lanes: 3,
+        pipeline: 1,
+        tensor: 1,
         seats: (0..3).map(Seat::draft).chain([Seat::verifier(0)]).collect(),
         open: false,
         contract: contract(),

@@ -1,15 +1,15 @@
 //! The links of one epoch between draft replicas.
 
-use std::collections::VecDeque;
 use std::time::Duration;
 
 use bytes::Bytes;
 use eaglet_runtime::collective::{Outgoing, ReduceShape};
 use eaglet_runtime::control::Member;
-use eaglet_runtime::ids::{Epoch, Generation, Seat, Step};
-use eaglet_runtime::link::{BulkKind, BulkOutgoing, BulkSender, Endpoint, Hello, LinkError, SendError};
+use eaglet_runtime::ids::{Epoch, Role, Seat, Step};
+use eaglet_runtime::link::{BulkKind, BulkOutgoing, Endpoint, LinkError, SendError};
 
 use crate::faults::{self, Point};
+use crate::rank::peer_links::{PeerLinks, Unreached, dial};
 
 /// Longest wait for a replacement to take a state.
 const STATE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -22,40 +22,23 @@ pub(super) struct Group {
     members: Vec<u16>,
     /// The draft seat that computes each lane, `[lanes]`.
     owners: Vec<u16>,
-    links: Vec<(u16, BulkSender)>,
-    /// What the links have no room for yet, each with its receiver.
-    outbox: VecDeque<(u16, BulkOutgoing)>,
+    links: PeerLinks,
 }
 
 impl Group {
     pub(super) fn connect(
-        seat: Seat,
-        generation: Generation,
+        own: Endpoint,
         epoch: Epoch,
         members: &[Member],
         owners: Vec<u16>,
     ) -> Result<Self, Unreached> {
-        let links = members
-            .iter()
-            .filter(|member| member.seat != seat.index)
-            .map(|member| match dial(seat, generation, epoch, member) {
-                Ok(link) => Ok((member.seat, link)),
-                Err(error) => Err(Unreached {
-                    peer: Endpoint {
-                        seat: Seat::draft(member.seat),
-                        generation: member.generation,
-                    },
-                    error,
-                }),
-            })
-            .collect::<Result<_, Unreached>>()?;
+        let others = members.iter().filter(|member| member.seat != own.seat.index);
         Ok(Self {
-            seat,
+            seat: own.seat,
             epoch,
             members: members.iter().map(|member| member.seat).collect(),
             owners,
-            links,
-            outbox: VecDeque::new(),
+            links: PeerLinks::connect(own, epoch, Role::Draft, others)?,
         })
     }
 
@@ -95,70 +78,32 @@ impl Group {
                 kind: BulkKind::Gradient { step, phase, segment },
                 parts: vec![bytes],
             };
-            self.outbox.push_back((to_seat, message));
+            self.links.post(to_seat, message);
         }
         self.flush().map(|_| ())
     }
 
-    /// Sends what has found room since; whether nothing is left. A link that has ended is left to the coordinator: it
-    /// sees the process end, or the other side tells it what broke.
+    /// Sends what has found room since; whether nothing is left.
     ///
     /// # Errors
-    /// If a message can never be sent.
+    /// As [`PeerLinks::flush`].
     pub(super) fn flush(&mut self) -> Result<bool, SendError> {
-        let mut full = Vec::new();
-        for (to_seat, message) in std::mem::take(&mut self.outbox) {
-            let Some((_, link)) = self.links.iter().find(|(seat, _)| *seat == to_seat) else {
-                continue;
-            };
-            // The order on a link is kept.
-            if full.contains(&to_seat) {
-                self.outbox.push_back((to_seat, message));
-                continue;
-            }
-            match link.try_send(message) {
-                Err(SendError::Full(message)) => {
-                    full.push(to_seat);
-                    self.outbox.push_back((to_seat, *message));
-                }
-                Err(SendError::Ended { .. }) => tracing::warn!(to = to_seat, "a peer's link has ended"),
-                other => other?,
-            }
-        }
-        Ok(self.outbox.is_empty())
-    }
-}
-
-/// A member that no link could be made to.
-#[derive(Debug, thiserror::Error)]
-#[error("{peer} cannot be reached: {error}")]
-pub(super) struct Unreached {
-    pub(super) peer: Endpoint,
-    pub(super) error: LinkError,
-}
-
-impl Unreached {
-    /// Whether this is the doing of the other side, which may be dead or dying.
-    pub(super) fn is_of_peer(&self) -> bool {
-        matches!(
-            self.error,
-            LinkError::NoListener { .. }
-                | LinkError::PeerLost { .. }
-                | LinkError::Refused { .. }
-                | LinkError::Silent { .. }
-        )
+        self.links.flush()
     }
 }
 
 /// Sends messages to somebody who is in no group yet, and waits until they are taken.
 pub(super) fn send_once(
-    seat: Seat,
-    generation: Generation,
+    from: Endpoint,
     to: &Member,
     epoch: Epoch,
     messages: impl IntoIterator<Item = (BulkKind, Bytes)>,
 ) -> Result<(), LinkFailure> {
-    let link = dial(seat, generation, epoch, to)?;
+    let peer = Endpoint {
+        seat: Seat::draft(to.seat),
+        generation: to.generation,
+    };
+    let link = dial(from, epoch, peer, &to.bulk_name)?;
     for (index, (kind, bytes)) in messages.into_iter().enumerate() {
         link.send(
             BulkOutgoing {
@@ -193,19 +138,4 @@ pub(super) enum LinkFailure {
     /// The receiver did not take it.
     #[error("the receiver did not take the state within {} s", STATE_TIMEOUT.as_secs())]
     Slow,
-}
-
-fn dial(seat: Seat, generation: Generation, epoch: Epoch, to: &Member) -> Result<BulkSender, LinkError> {
-    let hello = Hello {
-        from: Endpoint { seat, generation },
-        epoch,
-        to: Endpoint {
-            seat: Seat::draft(to.seat),
-            generation: to.generation,
-        },
-    };
-    let name = format!("{seat} to draft-{}", to.seat);
-    BulkSender::connect(&to.bulk_name, hello, super::super::link_options(), move |error| {
-        tracing::warn!(link = name, %error, "a link ended");
-    })
 }

@@ -5,24 +5,25 @@
 //! DRAFT-2: what it keeps for later is bounded: rows of coming steps, segments of the present and the next step, pieces of
 //! one state.
 //!
-//! Files: `step` from begin to commit, `state` where weights come from and who gets them, `group` the links of an epoch.
+//! Files: `step` from begin to commit, `state` where weights come from and who gets them, `rows` what verifiers send,
+//! `group` the links of an epoch.
 
 mod group;
+mod rows;
 mod state;
 mod step;
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use eaglet_runtime::checkpoint::CheckpointFolder;
 use eaglet_runtime::control::{Acceptance, Activity, CoordinatorCommand, Member, RankEvent};
 use eaglet_runtime::ids::{Epoch, Role, RowId, Step};
-use eaglet_runtime::link::{BulkEvent, BulkKind, BulkMessage, Endpoint};
-use eaglet_runtime::row::{HiddenRow, HiddenStates};
+use eaglet_runtime::link::{BulkEvent, BulkKind, BulkMessage};
 
 use self::group::Group;
+pub(super) use self::rows::Rows;
 use self::step::Phase;
-use super::{Context, Input, Progress, RankFault, Worker};
+use super::{Context, Inbox, Input, Progress, RankFault, Worker};
 use crate::faults::{self, Point};
 use crate::replica::{IncomingState, Replica};
 
@@ -36,8 +37,7 @@ pub(super) struct DraftWorker {
     epoch: Epoch,
     group: Option<Group>,
     phase: Phase,
-    /// Rows with the lease that they were extracted for.
-    rows: BTreeMap<RowId, (u64, HiddenRow)>,
+    rows: Rows,
     /// Segments of a sum that this replica has not begun yet; none of them is of an older epoch.
     early: Vec<BulkMessage>,
     /// The peer whose state is awaited.
@@ -58,7 +58,7 @@ impl DraftWorker {
             epoch: Epoch::default(),
             group: None,
             phase: Phase::Idle,
-            rows: BTreeMap::new(),
+            rows: Rows::default(),
             early: Vec::new(),
             donor: None,
             incoming: IncomingState::default(),
@@ -80,6 +80,10 @@ impl DraftWorker {
                     let threads = self.context.threads;
                     let replica = Replica::build(&self.context.config, &vocabulary, &contract, threads)
                         .map_err(RankFault::permanent)?;
+                    // Parts may have come before it was known what they must be.
+                    for (row, lease) in self.rows.complete(replica.contract())? {
+                        self.context.say(RankEvent::Received { row, lease });
+                    }
                     self.replica = Some(replica);
                 }
                 self.load = load;
@@ -129,6 +133,8 @@ impl DraftWorker {
             | CoordinatorCommand::BeatAck { .. }
             | CoordinatorCommand::Quit => {}
             CoordinatorCommand::LoadVerifier
+            | CoordinatorCommand::FormTeam { .. }
+            | CoordinatorCommand::CheckVerifier { .. }
             | CoordinatorCommand::Extract(_)
             | CoordinatorCommand::ExtractHeldOut(_) => {
                 return Err(RankFault::passing("a draft replica was told to be a verifier"));
@@ -159,13 +165,13 @@ impl DraftWorker {
         let seat = self.context.seat.index;
         // Rows of lanes that are somebody else's now are extracted again for their new owner.
         self.rows
-            .retain(|row, _| owners.get(usize::from(row.lane())) == Some(&seat));
-        let (seat, generation) = (self.context.seat, self.context.generation);
-        match Group::connect(seat, generation, epoch, &members, owners) {
+            .retain(|row| owners.get(usize::from(row.lane())) == Some(&seat));
+        match Group::connect(self.context.endpoint(), epoch, &members, owners) {
             Ok(group) => self.group = Some(group),
             Err(unreached) if unreached.is_of_peer() => {
                 // Most often it has just died: no reason to lose this replica too.
-                self.closed(unreached.peer, epoch, unreached.to_string());
+                self.context
+                    .say_broken(unreached.peer, epoch, unreached.to_string());
                 return Ok(());
             }
             Err(unreached) => return Err(RankFault::passing(unreached)),
@@ -176,54 +182,9 @@ impl DraftWorker {
     }
 
     fn take_row(&mut self, message: BulkMessage) -> Result<(), RankFault> {
-        let BulkKind::Hidden {
-            row,
-            lease,
-            contract,
-            dtype,
-            states,
-            hidden,
-            packed: content,
-            ..
-        } = message.header.kind
-        else {
-            return Ok(());
-        };
-        let bytes = message
-            .parts
-            .into_iter()
-            .next()
-            .map(|part| part.into_vec())
-            .unwrap_or_default();
-        let hidden = HiddenStates {
-            dtype,
-            states: usize::from(states),
-            hidden: hidden as usize,
-            bytes,
-        };
-        let expected = self.replica.as_ref().map(Replica::contract);
-        if let Some(expected) = expected
-            && (expected.digest() != contract
-                || expected.states_per_token() != hidden.states
-                || expected.hidden_size as usize != hidden.hidden
-                || expected.dtype != hidden.dtype
-                || content.len() * expected.bytes_per_token() != hidden.bytes.len())
-        {
-            return Err(RankFault::permanent(format!(
-                "{} sent the {row} under another contract than this draft is trained for; start all ranks from one \
-                 cluster.toml",
-                message.header.from
-            )));
-        }
-        let is_old = self
-            .replica
-            .as_ref()
-            .is_some_and(|replica| !is_ahead(row, replica.step()));
-        // A row that was leased again since may hold other samples: the newest lease counts.
-        let is_superseded = self.rows.get(&row).is_some_and(|(known, _)| *known > lease);
-        if !is_old && !is_superseded {
-            let content = HiddenRow { row: content, hidden };
-            self.rows.insert(row, (lease, content));
+        let reached = self.replica.as_ref().map(Replica::step);
+        let contract = self.replica.as_ref().map(Replica::contract);
+        if let Some((row, lease)) = self.rows.take(message, contract, reached)? {
             self.context.say(RankEvent::Received { row, lease });
         }
         Ok(())
@@ -233,10 +194,12 @@ impl DraftWorker {
         self.context.enter(Activity::Evaluating);
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         let mut acceptance = Acceptance::default();
-        for (id, (_, row)) in &self.rows {
-            if matches!(id, RowId::HeldOut { .. }) {
-                acceptance.add(&replica.evaluate(row).map_err(RankFault::passing)?);
-            }
+        for (_, row) in self
+            .rows
+            .iter()
+            .filter(|(id, _)| matches!(id, RowId::HeldOut { .. }))
+        {
+            acceptance.add(&replica.evaluate(row).map_err(RankFault::passing)?);
         }
         self.context.say(RankEvent::Evaluated {
             step: replica.step(),
@@ -244,21 +207,10 @@ impl DraftWorker {
         });
         Ok(())
     }
-
-    /// A link that its sender closed in order says nothing; one that broke is the coordinator's business.
-    fn closed(&self, from: Endpoint, epoch: Epoch, reason: String) {
-        tracing::warn!(%from, reason, "a bulk link broke");
-        self.context.say(RankEvent::LinkBroken {
-            from: from.seat,
-            generation: from.generation,
-            epoch,
-            reason,
-        });
-    }
 }
 
 /// Whether a row is still to be used by a replica that has reached a step.
-fn is_ahead(row: RowId, reached: Step) -> bool {
+pub(super) fn is_ahead(row: RowId, reached: Step) -> bool {
     match row {
         RowId::Train { step, .. } => step >= reached,
         RowId::HeldOut { .. } => true,
@@ -288,7 +240,8 @@ impl Worker for DraftWorker {
                 peer: Some(hello),
                 error: Some(error),
             }) => {
-                self.closed(hello.from, hello.epoch, error.to_string());
+                self.context
+                    .say_broken(hello.from, hello.epoch, error.to_string());
             }
             Input::Bulk(BulkEvent::Opened { .. } | BulkEvent::Closed { .. }) => {}
         }
@@ -296,7 +249,7 @@ impl Worker for DraftWorker {
         Ok(())
     }
 
-    fn proceed(&mut self) -> Result<Progress, RankFault> {
+    fn proceed(&mut self, _: &mut Inbox) -> Result<Progress, RankFault> {
         let progress = self.proceed_with_step()?;
         self.context.enter(self.phase.activity());
         Ok(progress)

@@ -37,7 +37,7 @@ impl DraftWorker {
 
     fn say_ready(&mut self) {
         if let Some(replica) = &self.replica {
-            self.rows.retain(|row, _| is_ahead(*row, replica.step()));
+            self.rows.retain(|row| is_ahead(row, replica.step()));
             self.context.say(RankEvent::DraftReady {
                 load: self.load,
                 step: replica.step(),
@@ -49,8 +49,7 @@ impl DraftWorker {
     pub(super) fn send_state(&mut self, to: &Member) -> Result<(), RankFault> {
         self.context.enter(Activity::Donating);
         let pieces = self.replica.as_ref().ok_or_else(not_loaded)?.pieces();
-        let (seat, generation) = (self.context.seat, self.context.generation);
-        if let Err(error) = group::send_once(seat, generation, to, self.epoch, pieces) {
+        if let Err(error) = group::send_once(self.context.endpoint(), to, self.epoch, pieces) {
             tracing::warn!(to = to.seat, %error, "cannot send the state");
             // Most often its process is gone; if not, it is to ask again rather than to wait.
             self.context.say(RankEvent::StateNotSent {

@@ -70,7 +70,7 @@ impl DraftWorker {
             .collect();
         if let Some(lane) = left
             .iter()
-            .find(|&&lane| !self.rows.contains_key(&RowId::Train { step, lane }))
+            .find(|&&lane| self.rows.get(RowId::Train { step, lane }).is_none())
         {
             let id = RowId::Train { step, lane: *lane };
             return Err(RankFault::passing(format!("the {id} is not here")));
@@ -124,9 +124,9 @@ impl DraftWorker {
             // Each lane has the whole time limit of a step.
             self.context.activity.restart(Activity::Computing);
             let id = RowId::Train { step, lane };
-            let (_, row) = self
+            let row = self
                 .rows
-                .get(&id)
+                .get(id)
                 .ok_or_else(|| RankFault::passing(format!("the {id} is gone")))?;
             let mut metrics = replica.gradient(row, gradient).map_err(RankFault::passing)?;
             if let (Some(Damage::Nan), Some(value)) =
@@ -271,7 +271,7 @@ impl DraftWorker {
         }
         let reached = replica.step();
         tracing::debug!(learning_rate, state = %replica.digest(), "step applied");
-        self.rows.retain(|row, _| is_ahead(*row, reached));
+        self.rows.retain(|row| is_ahead(row, reached));
         self.context.say(RankEvent::Applied {
             step: reached,
             state: replica.digest(),

@@ -25,6 +25,8 @@ pub struct Draft {
     phase: Phase,
     /// Rows with the lease that they were extracted for, and what they are made of.
     rows: BTreeMap<RowId, (u64, u64)>,
+    /// Rows of which something is missing: the lease, and what came of each stage.
+    parts: BTreeMap<RowId, (u64, BTreeMap<u16, u64>)>,
     early: Vec<Parcel>,
     donor: Option<Member>,
     incoming: [Option<Weights>; PARTS],
@@ -70,10 +72,16 @@ impl Draft {
         match input {
             Input::Command(command) => self.command(world, id, command),
             Input::Bulk(parcel) => match parcel.load {
-                Load::Row { row, lease, content } => {
-                    self.take_row(world, id, row, lease, content);
+                Load::Row {
+                    row,
+                    lease,
+                    stage,
+                    content,
+                } => {
+                    self.take_part(world, id, (row, lease), stage, content);
                     Ok(())
                 }
+                Load::Shard { .. } => Ok(()),
                 Load::Segment { .. } => {
                     self.take_segment(world, id, parcel)?;
                     self.stage_if_reduced(world, id)
@@ -162,6 +170,8 @@ impl Draft {
             | CoordinatorCommand::BeatAck { .. }
             | CoordinatorCommand::Quit => {}
             CoordinatorCommand::LoadVerifier
+            | CoordinatorCommand::FormTeam { .. }
+            | CoordinatorCommand::CheckVerifier { .. }
             | CoordinatorCommand::Extract(_)
             | CoordinatorCommand::ExtractHeldOut(_) => {
                 return Err(RankFault::passing("a draft replica was told to be a verifier"));
@@ -194,8 +204,7 @@ impl Draft {
         self.abandon(epoch);
         world.close(id, |link| link.kind == LinkKind::Group);
         let own = world.ranks[id].seat.index;
-        self.rows
-            .retain(|row, _| owners.get(usize::from(row.lane())) == Some(&own));
+        self.retain_rows(|row| owners.get(usize::from(row.lane())) == Some(&own));
         let mut group = Group {
             members: Vec::with_capacity(members.len()),
             owners,
@@ -226,13 +235,46 @@ impl Draft {
         Ok(())
     }
 
-    fn take_row(&mut self, world: &mut World, id: RankId, row: RowId, lease: u64, content: u64) {
+    fn take_part(
+        &mut self,
+        world: &mut World,
+        id: RankId,
+        (row, lease): (RowId, u64),
+        stage: u16,
+        content: u64,
+    ) {
         let is_old = self.replica.is_some_and(|weights| !is_ahead(row, weights.step));
-        let is_superseded = self.rows.get(&row).is_some_and(|&(known, _)| known > lease);
-        if !is_old && !is_superseded {
-            self.rows.insert(row, (lease, content));
-            world.say(id, RankEvent::Received { row, lease });
+        let is_known = self.rows.get(&row).is_some_and(|&(known, _)| known >= lease);
+        let is_superseded = self.parts.get(&row).is_some_and(|&(known, _)| known > lease);
+        if is_old || is_known || is_superseded {
+            return;
         }
+        let (known, parts) = self.parts.entry(row).or_default();
+        if *known != lease {
+            *known = lease;
+            parts.clear();
+        }
+        parts.insert(stage, content);
+        let stages = (0..world.plan.settings.pipeline).filter(|&stage| world.plan.captures(stage));
+        if !stages.clone().all(|stage| parts.contains_key(&stage)) {
+            return;
+        }
+        let first = parts.values().next().copied().unwrap_or_default();
+        if parts.values().any(|&other| other != first) {
+            let parts = parts.clone();
+            world.tear(format!(
+                "the {row} of lease {lease} has parts of different rows: {parts:?}"
+            ));
+        }
+        self.parts.remove(&row);
+        self.rows.insert(row, (lease, first));
+        world.say(id, RankEvent::Received { row, lease });
+    }
+
+    /// Forgets rows that are not wanted any more.
+    fn retain_rows(&mut self, is_wanted: impl Fn(RowId) -> bool) {
+        self.rows.retain(|&row, _| is_wanted(row));
+        self.parts.retain(|&row, _| is_wanted(row));
     }
 }
 

@@ -45,7 +45,7 @@ impl Draft {
 
     fn say_ready(&mut self, world: &mut World, id: RankId) {
         if let Some(weights) = self.replica {
-            self.rows.retain(|row, _| is_ahead(*row, weights.step));
+            self.retain_rows(|row| is_ahead(row, weights.step));
             world.holds(id, weights);
             world.say(
                 id,

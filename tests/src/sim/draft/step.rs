@@ -262,7 +262,7 @@ impl Draft {
         };
         self.replica = Some(weights);
         world.holds(id, weights);
-        self.rows.retain(|row, _| is_ahead(*row, weights.step));
+        self.retain_rows(|row| is_ahead(row, weights.step));
         world.say(
             id,
             RankEvent::Applied {

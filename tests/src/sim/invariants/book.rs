@@ -38,6 +38,8 @@ pub struct Book {
     passes: u32,
     /// Rows of each step.
     pub lanes: u16,
+    /// Ranks of one verifier.
+    pub shards: u16,
     /// Capacity of a row.
     pub tokens_per_row: u32,
     configured: Vec<Seat>,
@@ -72,6 +74,7 @@ impl Book {
         Self {
             passes: settings.passes,
             lanes: settings.lanes,
+            shards: settings.shards(),
             tokens_per_row: settings.tokens_per_row,
             configured: settings.seats.clone(),
             launches: 0,
@@ -154,8 +157,15 @@ impl Book {
         (!contents.is_empty()).then(|| mean(&contents))
     }
 
-    /// Roles whose seats were all given back get those of the configuration again.
+    /// Verifiers that are not whole are given back; roles whose seats were all given back get those of the configuration
+    /// again.
     pub fn refill_seats(&mut self) {
+        let (seats, shards) = (self.seats.clone(), self.shards);
+        self.seats.retain(|seat| {
+            let first = seat.index / shards * shards;
+            seat.role == Role::Draft
+                || (first..first + shards).all(|index| seats.contains(&Seat::verifier(index)))
+        });
         for role in [Role::Verifier, Role::Draft] {
             if !self.seats.iter().any(|seat| seat.role == role) {
                 self.seats

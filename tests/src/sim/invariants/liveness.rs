@@ -75,40 +75,41 @@ impl Liveness {
         let disputes = counts.of(Fault::Disagreement) + counts.of(Fault::NotFinite);
         // Who cannot read its checkpoint is not started again.
         let vanished = counts.of(Fault::CheckpointVanishedLive) > 0;
-        let (excused, after) = if says("is not started again") || says("rank is left") {
-            (vanished || self.exhausted(settings), AfterFailure::LaunchAgain)
-        } else if says("is not finite") {
-            let after = if faults.never_finite_one_in > 0 {
-                AfterFailure::Over
+        let (excused, after) =
+            if says("is not started again") || says("rank is left") || says("replica is left") {
+                (vanished || self.exhausted(settings), AfterFailure::LaunchAgain)
+            } else if says("is not finite") {
+                let after = if faults.never_finite_one_in > 0 {
+                    AfterFailure::Over
+                } else {
+                    AfterFailure::LaunchAgain
+                };
+                (disputes >= DISPUTES, after)
+            } else if says("disagree on the gradient") {
+                (disputes >= DISPUTES, AfterFailure::LaunchAgain)
+            } else if says("refused every sample of step") {
+                let step = book.plans.get(book.committed().0 as usize);
+                let empty = book
+                    .plans
+                    .iter()
+                    .skip(book.committed().0 as usize)
+                    .any(|rows| rows.iter().all(Vec::is_empty));
+                let after = if says("no other is left") {
+                    AfterFailure::Over
+                } else {
+                    AfterFailure::LaunchAgain
+                };
+                (refusals && step.is_some() && empty, after)
+            } else if says("there is nothing to train") {
+                (book.intake() == book.quarantined(), AfterFailure::Over)
+            } else if says("checkpoint is not there") {
+                (vanished, AfterFailure::LaunchAgain)
+            } else if says("was trained before and is refused now") {
+                let refused = faults.refuse_one_in > 0 && counts.of(Fault::SampleRefused) > 0;
+                (refused, AfterFailure::LaunchAgain)
             } else {
-                AfterFailure::LaunchAgain
+                (false, AfterFailure::Over)
             };
-            (disputes >= DISPUTES, after)
-        } else if says("disagree on the gradient") {
-            (disputes >= DISPUTES, AfterFailure::LaunchAgain)
-        } else if says("refused every sample of step") {
-            let step = book.plans.get(book.committed().0 as usize);
-            let empty = book
-                .plans
-                .iter()
-                .skip(book.committed().0 as usize)
-                .any(|rows| rows.iter().all(Vec::is_empty));
-            let after = if says("no other is left") {
-                AfterFailure::Over
-            } else {
-                AfterFailure::LaunchAgain
-            };
-            (refusals && step.is_some() && empty, after)
-        } else if says("there is nothing to train") {
-            (book.intake() == book.quarantined(), AfterFailure::Over)
-        } else if says("checkpoint is not there") {
-            (vanished, AfterFailure::LaunchAgain)
-        } else if says("was trained before and is refused now") {
-            let refused = faults.refuse_one_in > 0 && counts.of(Fault::SampleRefused) > 0;
-            (refused, AfterFailure::LaunchAgain)
-        } else {
-            (false, AfterFailure::Over)
-        };
         if excused {
             return Ok(after);
         }

@@ -14,6 +14,7 @@ pub mod members;
 pub mod once;
 pub mod order;
 pub mod same;
+pub mod team;
 
 use eaglet_actors::engine::Settings;
 use eaglet_actors::journal::Record;
@@ -21,6 +22,7 @@ use eaglet_actors::journal::Record;
 use self::book::Book;
 use self::fence::Fence;
 use self::liveness::Liveness;
+use self::team::Teams;
 
 /// An invariant that does not hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,6 +50,8 @@ pub struct Checks {
     pub book: Book,
     /// Of the present launch.
     pub fence: Fence,
+    /// Of the present launch.
+    pub team: Teams,
     /// Reasons for which a run may fail.
     pub liveness: Liveness,
 }
@@ -58,6 +62,7 @@ impl Checks {
         Self {
             book: Book::new(settings),
             fence: Fence::default(),
+            team: Teams::new(settings.shards()),
             liveness: Liveness::default(),
         }
     }
@@ -105,6 +110,7 @@ impl Checks {
     pub fn launched(&mut self) {
         self.book.refill_seats();
         self.fence = Fence::default();
+        self.team = Teams::new(self.book.shards);
         self.liveness.launched();
     }
 }

@@ -1,9 +1,13 @@
 //! Samples, rows of packed samples, and their hidden states.
 
+mod parts;
+
 use half::bf16;
 use serde::{Deserialize, Serialize};
 
 use crate::contract::HiddenDtype;
+
+pub use parts::{PartError, RowParts};
 
 /// One tokenised training sample. Both fields have the same length.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,0 +1,55 @@
+//! `eaglet extract`: a cluster that writes hidden states to files.
+//!
+//! It is a run like any other, with a rank in the draft's place that writes what a draft would be trained on. So it survives
+//! what a training run survives, cuts large verifiers as a training run does, and goes on where it was stopped.
+
+use std::path::Path;
+
+use eaglet_actors::config::ClusterConfig;
+use eaglet_runtime::ids::Role;
+
+use crate::cli::{Exit, ExtractArgs};
+use crate::run;
+
+/// Steps between checkpoints: what is written again after a crash.
+const CHECKPOINT_STEPS: u64 = 20;
+/// Rows of a step for each verifier, so that none waits for another at the end of each step.
+const ROWS_PER_VERIFIER: u16 = 4;
+
+/// The configuration of an extraction: that of the cluster file, without what only training needs.
+pub(crate) fn config(arguments: &ExtractArgs) -> Result<ClusterConfig, Exit> {
+    let out = std::path::absolute(&arguments.out).unwrap_or_else(|_| arguments.out.clone());
+    let mut sets = vec![
+        set("run.extract_to", &out),
+        set("run.directory", &out.join("run")),
+        "samples.held_out=[]".to_owned(),
+        "samples.held_out_every=0".to_owned(),
+        "draft.vocab_size=0".to_owned(),
+        "training.passes=1".to_owned(),
+    ];
+    // What the user sets wins.
+    sets.extend(arguments.launch.sets.iter().cloned());
+    let mut config = run::load(&arguments.launch.cluster, &sets)?;
+    config.training.steps = None;
+    config.training.evaluate_every_steps = 0;
+    config.checkpoints.every_steps = CHECKPOINT_STEPS;
+    let mut has_sink = false;
+    config
+        .ranks
+        .retain(|rank| rank.role != Role::Draft || !std::mem::replace(&mut has_sink, true));
+    let verifiers = config
+        .ranks
+        .iter()
+        .filter(|rank| rank.role == Role::Verifier)
+        .count();
+    let rows = u16::try_from(verifiers)
+        .unwrap_or(u16::MAX)
+        .saturating_mul(ROWS_PER_VERIFIER);
+    config.training.rows_per_step = Some(rows.max(1));
+    Ok(config)
+}
+
+/// A `--set` of a path.
+fn set(key: &str, path: &Path) -> String {
+    format!("{key}={:?}", path.display().to_string())
+}
