@@ -134,7 +134,7 @@ pub(crate) enum RanksCommand {
         #[command(flatten)]
         run: RunArgs,
     },
-    /// Start a rank more; the weights do not change by it.
+    /// Start a rank more; the weights do not change by it. Of a verifier that is cut, start a whole replica.
     Add {
         /// What it does.
         #[arg(long)]
@@ -145,7 +145,7 @@ pub(crate) enum RanksCommand {
         #[command(flatten)]
         run: RunArgs,
     },
-    /// Let a rank leave at the next step boundary; its seat stays empty.
+    /// Let a rank leave at the next step boundary; its seat stays empty. Of a verifier that is cut, the whole replica leaves.
     Remove {
         /// Its seat, as in draft-1.
         seat: Seat,

@@ -166,6 +166,20 @@ fn optimizer_steps(directory: &Path) -> u64 {
     json["step"].as_u64().expect("a number")
 }
 
+/// Waits until the checkpoint of all that is trained is written, which comes after the training; its step.
+fn wait_for_checkpoint(cluster: &mut Cluster) -> u64 {
+    let directory = cluster.directory().to_owned();
+    cluster.wait("a checkpoint of the last step", |cluster| {
+        let step = cluster.status()?["step"].as_u64()?;
+        let latest = directory.join(format!("checkpoints/step-{step:06}"));
+        let is_latest =
+            directory.join("checkpoints/latest").canonicalize().ok()? == latest.canonicalize().ok()?;
+        is_latest
+            .then(|| optimizer_steps(&directory))
+            .filter(|&reached| reached == step)
+    })
+}
+
 #[test]
 fn ten_samples_become_a_thousand_in_one_live_run() {
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -187,14 +201,14 @@ fn ten_samples_become_a_thousand_in_one_live_run() {
     .concat();
     let mut cluster = Cluster::launch(&directory, &sets);
     wait_for_trained(&mut cluster, 20);
-    let first = optimizer_steps(&directory);
+    let first = wait_for_checkpoint(&mut cluster);
     assert!(first > 0);
 
     // A file that is added, with a line that is mended later.
     write(&more, &chats(10..340)[1..]);
     assert!(done(&directory, &["samples", "add", text(&more)]).contains("more.jsonl is added"));
     wait_for_trained(&mut cluster, 2 * 339);
-    assert!(optimizer_steps(&directory) > first);
+    assert!(wait_for_checkpoint(&mut cluster) > first);
     let listed = done(&directory, &["samples", "list"]);
     assert!(
         listed.contains("more.jsonl:1") && listed.lines().count() == 2,

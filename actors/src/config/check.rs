@@ -98,6 +98,15 @@ fn stored_states(config: &ClusterConfig, checker: &mut Checker<'_>) {
             },
         );
     }
+    let shards = config.verifier.shards();
+    checker.rule(
+        from.is_none() || shards == 1,
+        &["verifier.pipeline", "verifier.tensor", "samples.hidden_states"],
+        || {
+            "samples.hidden_states are those of the whole verifier; set verifier.pipeline and verifier.tensor to 1"
+                .to_owned()
+        },
+    );
     checker.rule(
         from.is_none() || to.is_none(),
         &["run.extract_to", "samples.hidden_states"],

@@ -12,7 +12,7 @@ pub(super) struct ActivityGauge(Arc<Mutex<Note>>);
 struct Note {
     activity: Activity,
     since: Instant,
-    /// Spent on work before the present activity.
+    /// Spent on rows and steps before the present activity.
     busy: Duration,
     /// Spent waiting for peers before the present activity.
     waiting: Duration,
@@ -24,7 +24,7 @@ pub(super) struct Reading {
     pub(super) activity: Activity,
     /// For how long it has been doing that.
     pub(super) age_ms: u64,
-    /// Spent on work since the start.
+    /// Spent on rows and steps since the start.
     pub(super) busy_ms: u64,
     /// Spent waiting for peers in the middle of work since the start.
     pub(super) waiting_ms: u64,
@@ -33,20 +33,13 @@ pub(super) struct Reading {
 impl Note {
     fn times(&self) -> (Duration, Duration) {
         let elapsed = self.since.elapsed();
-        (
-            self.busy
-                + if self.activity.is_work() {
-                    elapsed
-                } else {
-                    Duration::ZERO
-                },
-            self.waiting
-                + if self.activity.is_waiting() {
-                    elapsed
-                } else {
-                    Duration::ZERO
-                },
-        )
+        match self.activity {
+            // What is done once says nothing about how busy a rank is.
+            Activity::Loading => (self.busy, self.waiting),
+            activity if activity.is_work() => (self.busy + elapsed, self.waiting),
+            activity if activity.is_waiting() => (self.busy, self.waiting + elapsed),
+            _ => (self.busy, self.waiting),
+        }
     }
 
     fn begin(&mut self, activity: Activity) {

@@ -7,9 +7,7 @@ use std::collections::VecDeque;
 
 use eaglet_runtime::control::Member;
 use eaglet_runtime::ids::{Epoch, Role, Seat};
-use eaglet_runtime::link::{BulkOutgoing, BulkSender, Endpoint, Hello, LinkError, SendError};
-
-use super::link_options;
+use eaglet_runtime::link::{BulkOutgoing, BulkSender, Endpoint, Hello, LinkError, SendError, SenderOptions};
 
 /// Links to other members, by their seats.
 #[derive(Default)]
@@ -29,6 +27,7 @@ impl PeerLinks {
         epoch: Epoch,
         role: Role,
         members: impl IntoIterator<Item = &'a Member>,
+        options: fn() -> SenderOptions,
     ) -> Result<Self, Unreached> {
         let links = members
             .into_iter()
@@ -40,7 +39,7 @@ impl PeerLinks {
                     },
                     generation: member.generation,
                 };
-                match dial(from, epoch, peer, &member.bulk_name) {
+                match dial(from, epoch, peer, &member.bulk_name, options()) {
                     Ok(link) => Ok((member.seat, link)),
                     Err(error) => Err(Unreached { peer, error }),
                 }
@@ -113,14 +112,10 @@ pub(super) fn dial(
     epoch: Epoch,
     to: Endpoint,
     bulk_name: &str,
+    options: SenderOptions,
 ) -> Result<BulkSender, LinkError> {
     let name = format!("{} to {}", from.seat, to.seat);
-    BulkSender::connect(
-        bulk_name,
-        Hello { from, epoch, to },
-        link_options(),
-        move |error| {
-            tracing::warn!(link = name, %error, "a link ended");
-        },
-    )
+    BulkSender::connect(bulk_name, Hello { from, epoch, to }, options, move |error| {
+        tracing::warn!(link = name, %error, "a link ended");
+    })
 }

@@ -69,7 +69,7 @@ pub struct Beat {
     pub activity_age_ms: u64,
     /// Resident memory of the process.
     pub rss_bytes: u64,
-    /// Time that the compute thread has spent on work of its own since it started.
+    /// Time that the compute thread has spent on rows or steps since it started.
     pub busy_ms: u64,
     /// Time that it has spent waiting for peers in the middle of work.
     pub waiting_ms: u64,

@@ -302,12 +302,7 @@ impl World {
                 if let CoordinatorCommand::Commit { step, .. } = &command {
                     journal::commit(&self.disk, *step)?;
                 }
-                self.checks
-                    .fence
-                    .told(&self.checks.book, seat, generation, &command)?;
-                self.checks
-                    .team
-                    .told(&self.checks.book, seat, generation, &command)?;
+                self.checks.told(seat, generation, &command)?;
                 self.tell_rank(seat, generation, command)?;
             }
             Command::Lease {
@@ -329,9 +324,7 @@ impl World {
                 };
                 for (seat, generation) in members {
                     let command = CoordinatorCommand::Extract(extraction.clone());
-                    self.checks
-                        .team
-                        .told(&self.checks.book, seat, generation, &command)?;
+                    self.checks.told(seat, generation, &command)?;
                     self.tell_rank(seat, generation, command)?;
                 }
             }

@@ -9,6 +9,7 @@ use eaglet_runtime::ids::{Epoch, Role, Seat, Step};
 use eaglet_runtime::link::{BulkKind, BulkOutgoing, Endpoint, LinkError, SendError};
 
 use crate::faults::{self, Point};
+use crate::rank::link_options;
 use crate::rank::peer_links::{PeerLinks, Unreached, dial};
 
 /// Longest wait for a replacement to take a state.
@@ -38,7 +39,7 @@ impl Group {
             epoch,
             members: members.iter().map(|member| member.seat).collect(),
             owners,
-            links: PeerLinks::connect(own, epoch, Role::Draft, others)?,
+            links: PeerLinks::connect(own, epoch, Role::Draft, others, link_options)?,
         })
     }
 
@@ -103,7 +104,7 @@ pub(super) fn send_once(
         seat: Seat::draft(to.seat),
         generation: to.generation,
     };
-    let link = dial(from, epoch, peer, &to.bulk_name)?;
+    let link = dial(from, epoch, peer, &to.bulk_name, link_options())?;
     for (index, (kind, bytes)) in messages.into_iter().enumerate() {
         link.send(
             BulkOutgoing {

@@ -10,7 +10,7 @@ use eaglet_runtime::link::{BulkKind, BulkOutgoing, BulkSender, Endpoint, SendErr
 use eaglet_runtime::row::{HiddenStates, PackedRow};
 
 use crate::rank::peer_links::dial;
-use crate::rank::{Context, RankFault};
+use crate::rank::{Context, RankFault, link_options};
 
 /// Longest wait for room in the queue towards a draft replica; it holds more rows than are ever under way.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
@@ -118,8 +118,14 @@ impl Couriers {
                 seat: Seat::draft(destination.seat),
                 generation: destination.generation,
             };
-            let link = dial(context.endpoint(), Epoch::default(), to, &destination.bulk_name)
-                .map_err(|error| Unsent::Now(error.to_string()))?;
+            let link = dial(
+                context.endpoint(),
+                Epoch::default(),
+                to,
+                &destination.bulk_name,
+                link_options(),
+            )
+            .map_err(|error| Unsent::Now(error.to_string()))?;
             self.0.insert(destination.seat, (destination.clone(), link));
         }
         let link = self.0.get(&destination.seat).map(|(_, link)| link);

@@ -24,7 +24,7 @@ use eaglet_runtime::verifier::{Interrupted, Peers, Shard, Verifier, VerifierErro
 use self::couriers::{Captured, Couriers};
 pub(super) use self::stored::StoredWorker;
 use self::team::{Talk, Team};
-use super::{Context, Inbox, Input, Progress, RankFault, Worker};
+use super::{Context, Inbox, Input, Progress, RankFault, Worker, link_options};
 use crate::faults::{self, Point};
 use crate::recipe;
 
@@ -108,7 +108,10 @@ impl VerifierWorker {
         self.abandon(epoch);
         self.tried = Some(epoch);
         faults::reach(Point::Form, None)?;
-        match self.team.join(self.context.endpoint(), epoch, members) {
+        match self
+            .team
+            .join(self.context.endpoint(), epoch, members, link_options)
+        {
             Ok(()) => {}
             Err(unreached) if unreached.is_of_peer() => {
                 // Most often it has just died: no reason to lose this shard too.
@@ -149,6 +152,9 @@ impl VerifierWorker {
     /// The other shards are not there any more: this epoch comes to nothing.
     fn give_up(&mut self, interrupted: &Interrupted) -> Result<(), RankFault> {
         tracing::info!(reason = interrupted.reason, "what was under way is void");
+        if let Some(broken) = self.team.take_broken() {
+            self.context.say_broken(broken.from, broken.epoch, broken.reason);
+        }
         let epoch = self.team.epoch();
         self.team.leave(epoch);
         self.jobs.retain(|turn, _| turn.epoch > epoch);
@@ -300,7 +306,7 @@ impl VerifierWorker {
             verifier, stop_ids, ..
         } = loaded.as_mut().ok_or_else(not_loaded)?;
         let talk = Talk {
-            context,
+            gauge: &context.activity,
             team,
             inbox,
             activity,
@@ -424,9 +430,8 @@ impl Worker for VerifierWorker {
             }
             Input::Bulk(BulkEvent::Message(message)) => self.team.keep(message),
             Input::Bulk(event) => {
-                if let Some((from, reason)) = self.team.is_broken_by(&event) {
-                    self.context.say_broken(from, self.team.epoch(), reason.clone());
-                    self.give_up(&Interrupted { reason })?;
+                if let Err(interrupted) = self.team.hear_of(&event) {
+                    self.give_up(&interrupted)?;
                 }
             }
         }

@@ -18,6 +18,8 @@ pub mod team;
 
 use eaglet_actors::engine::Settings;
 use eaglet_actors::journal::Record;
+use eaglet_runtime::control::CoordinatorCommand;
+use eaglet_runtime::ids::{Generation, Seat};
 
 use self::book::Book;
 use self::fence::Fence;
@@ -83,6 +85,12 @@ impl Checks {
             _ => {}
         }
         self.book.read(record)
+    }
+
+    /// A command is about to go out to a rank.
+    pub fn told(&mut self, seat: Seat, generation: Generation, command: &CoordinatorCommand) -> Checked {
+        self.fence.told(&self.book, seat, generation, command)?;
+        self.team.told(&self.book, seat, generation, command)
     }
 
     /// The coordinator crashed; the journal was cut to these records.

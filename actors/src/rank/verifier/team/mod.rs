@@ -6,6 +6,9 @@
 //! SHARDS-3: a member that is told something else than what its own work makes it expect ends, rather than compute with
 //! it.
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
@@ -13,13 +16,16 @@ use bytes::Bytes;
 use eaglet_runtime::collective::{Exchange, ShardMessage};
 use eaglet_runtime::control::{Activity, CoordinatorCommand, Member};
 use eaglet_runtime::ids::{Epoch, Role, Step};
-use eaglet_runtime::link::{BulkEvent, BulkKind, BulkMessage, BulkOutgoing, Endpoint, PooledBuffer};
+use eaglet_runtime::link::{
+    BulkEvent, BulkKind, BulkMessage, BulkOutgoing, Endpoint, PooledBuffer, SenderOptions,
+};
 use eaglet_runtime::verifier::{Interrupted, Shard};
 
 use crate::faults::{self, Point};
+use crate::rank::activity::ActivityGauge;
 use crate::rank::inbox::{Inbox, Input, Nothing};
 use crate::rank::peer_links::{PeerLinks, Unreached};
-use crate::rank::{Context, ROOM_INTERVAL, RankFault};
+use crate::rank::{ROOM_INTERVAL, RankFault};
 
 /// What a member has of one epoch.
 pub(super) struct Team {
@@ -34,8 +40,17 @@ pub(super) struct Team {
     arrived: BTreeMap<u16, VecDeque<BulkMessage>>,
     /// Messages taken of each seat.
     taken: BTreeMap<u16, u64>,
+    /// A link that broke.
+    broken: Option<Broken>,
     /// What makes this member unfit to go on.
     fault: Option<RankFault>,
+}
+
+/// A link from another member that broke.
+pub(super) struct Broken {
+    pub(super) from: Endpoint,
+    pub(super) epoch: Epoch,
+    pub(super) reason: String,
 }
 
 impl Team {
@@ -48,6 +63,7 @@ impl Team {
             sent: BTreeMap::new(),
             arrived: BTreeMap::new(),
             taken: BTreeMap::new(),
+            broken: None,
             fault: None,
         }
     }
@@ -65,6 +81,7 @@ impl Team {
     pub(super) fn leave(&mut self, epoch: Epoch) {
         *self = Self {
             epoch,
+            broken: self.broken.take(),
             fault: self.fault.take(),
             ..Self::new(self.own)
         };
@@ -76,6 +93,7 @@ impl Team {
         own: Endpoint,
         epoch: Epoch,
         members: Vec<Member>,
+        options: fn() -> SenderOptions,
     ) -> Result<(), Unreached> {
         self.leave(epoch);
         let to = members
@@ -83,7 +101,7 @@ impl Team {
             .zip(0..)
             .filter(|&(_, index)| self.sends_to(self.shard(index)))
             .map(|(member, _)| member);
-        self.links = PeerLinks::connect(own, epoch, Role::Verifier, to)?;
+        self.links = PeerLinks::connect(own, epoch, Role::Verifier, to, options)?;
         self.members = members;
         Ok(())
     }
@@ -132,8 +150,8 @@ impl Team {
         }
     }
 
-    /// Whether the end of a link means that this epoch is over.
-    pub(super) fn is_broken_by(&self, event: &BulkEvent) -> Option<(Endpoint, String)> {
+    /// Looks whether the end of a link means that this epoch is over.
+    pub(super) fn hear_of(&mut self, event: &BulkEvent) -> Result<(), Interrupted> {
         match event {
             BulkEvent::Closed {
                 peer: Some(hello),
@@ -142,10 +160,22 @@ impl Team {
                 && hello.epoch == self.epoch
                 && self.is_together() =>
             {
-                Some((hello.from, error.to_string()))
+                let reason = error.to_string();
+                let interrupted = over(format!("the link from {} broke: {reason}", hello.from));
+                self.broken.get_or_insert(Broken {
+                    from: hello.from,
+                    epoch: hello.epoch,
+                    reason,
+                });
+                Err(interrupted)
             }
-            _ => None,
+            _ => Ok(()),
         }
+    }
+
+    /// A link that broke, after this member was interrupted.
+    pub(super) fn take_broken(&mut self) -> Option<Broken> {
+        self.broken.take()
     }
 
     /// What makes this member unfit to go on, after it was interrupted.
@@ -173,7 +203,7 @@ fn over(reason: impl Into<String>) -> Interrupted {
 
 /// What carries the bytes of one row.
 pub(super) struct Talk<'a> {
-    pub(super) context: &'a Context,
+    pub(super) gauge: &'a ActivityGauge,
     pub(super) team: &'a mut Team,
     pub(super) inbox: &'a mut Inbox,
     /// What this member does when it does not wait.
@@ -202,13 +232,7 @@ impl Talk<'_> {
     fn listen(&mut self, patience: Option<Duration>) -> Result<bool, Interrupted> {
         match self.inbox.arrival(patience) {
             Ok(Input::Bulk(BulkEvent::Message(message))) => self.team.keep(message),
-            Ok(Input::Bulk(event)) => {
-                if let Some((from, reason)) = self.team.is_broken_by(&event) {
-                    let interrupted = over(format!("the link from {from} broke: {reason}"));
-                    self.context.say_broken(from, self.team.epoch, reason);
-                    return Err(interrupted);
-                }
-            }
+            Ok(Input::Bulk(event)) => self.team.hear_of(&event)?,
             Ok(Input::Command(command)) => {
                 let is_over = ends(&command, self.team.epoch);
                 self.inbox.put_aside(Input::Command(command));
@@ -307,13 +331,13 @@ impl Exchange for Talk<'_> {
                 Ok(true) => {}
                 Ok(false) => {
                     waits = true;
-                    self.context.enter(Activity::AwaitingPeers);
+                    self.gauge.enter(Activity::AwaitingPeers);
                 }
                 Err(interrupted) => break Err(interrupted),
             }
         };
         if waits {
-            self.context.enter(self.activity);
+            self.gauge.enter(self.activity);
         }
         self.check(message?, (from, what, bytes))
     }
