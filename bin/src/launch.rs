@@ -4,9 +4,10 @@ use std::io::{self, IsTerminal, Write};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use eaglet_actors::config::ClusterConfig;
+use eaglet_actors::config::{self, ClusterConfig};
 use eaglet_actors::coordinator::{self, LaunchOptions, Launched, TOKEN_VARIABLE};
 use eaglet_actors::engine::Outcome;
+use eaglet_actors::preflight::{self, Machine, Ready};
 use eaglet_actors::rank::{self, RankArguments};
 use eaglet_runtime::ids::Generation;
 use tokio::signal::unix::{SignalKind, signal};
@@ -22,14 +23,23 @@ const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 ///
 /// # Errors
 /// If the process cannot log, or has no threads or signals to work with.
-pub(crate) fn launch(arguments: &LaunchArgs, config: ClusterConfig) -> Result<Exit> {
+pub(crate) fn launch(arguments: &LaunchArgs) -> Result<Exit> {
     let is_live = !arguments.plain && io::stdout().is_terminal();
-    if let Err(error) = coordinator::prepare_directory(&config.run.directory) {
+    let survey = ClusterConfig::survey(&arguments.cluster, config::environment(), &arguments.sets);
+    let ready = match preflight::ready(survey, Machine::here()) {
+        Ok(ready) => ready,
+        Err(findings) => {
+            findings.iter().for_each(|finding| say(&finding.to_string()));
+            return Ok(Exit::BadInput);
+        }
+    };
+    let directory = ready.config.run.directory.clone();
+    if let Err(error) = coordinator::prepare_directory(&directory) {
         complain(&error.to_string());
         return Ok(Exit::BadInput);
     }
     logging::start(
-        &config.run.directory,
+        &directory,
         "coordinator",
         arguments.log_format,
         !is_live,
@@ -39,13 +49,13 @@ pub(crate) fn launch(arguments: &LaunchArgs, config: ClusterConfig) -> Result<Ex
         .thread_name("coordinator")
         .build()
         .context("cannot start the coordinator's threads")?;
-    let exit = runtime.block_on(run(arguments, config, is_live));
+    let exit = runtime.block_on(run(arguments, ready, is_live));
     // A sample that is still being read is nobody's business any more.
     runtime.shutdown_background();
     exit
 }
 
-async fn run(arguments: &LaunchArgs, config: ClusterConfig, is_live: bool) -> Result<Exit> {
+async fn run(arguments: &LaunchArgs, ready: Ready, is_live: bool) -> Result<Exit> {
     // Before the cluster starts, so that no signal is lost.
     let mut interrupts = signal(SignalKind::interrupt()).context("cannot wait for SIGINT")?;
     let mut terminations = signal(SignalKind::terminate()).context("cannot wait for SIGTERM")?;
@@ -54,7 +64,7 @@ async fn run(arguments: &LaunchArgs, config: ClusterConfig, is_live: bool) -> Re
         executable,
         log_format: arguments.log_format.word().to_owned(),
     };
-    let launched = coordinator::launch(config, options).await;
+    let launched = coordinator::launch(ready, options).await;
     let mut launched = match launched {
         Ok(launched) => launched,
         Err(error) => {
@@ -159,8 +169,13 @@ pub(crate) fn occupy(arguments: &RankArgs) -> Result<Exit> {
 
 /// Says on stderr what went wrong.
 pub(crate) fn complain(text: &str) {
+    say(&format!("eaglet: {text}"));
+}
+
+/// Says something on stderr that tells its own place.
+fn say(text: &str) {
     // If stderr is gone there is nobody left who could be told.
-    let _ = writeln!(io::stderr().lock(), "eaglet: {text}");
+    let _ = writeln!(io::stderr().lock(), "{text}");
 }
 
 /// An error and its causes in one line, without those that it quotes already.

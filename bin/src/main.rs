@@ -1,6 +1,7 @@
 //! The `eaglet` command.
 
 mod bench;
+mod check;
 mod cli;
 mod extract;
 mod launch;
@@ -21,14 +22,9 @@ use cli::{BenchCommand, Cli, Command, Exit, PictureArgs, RecoveryArgs};
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
-        Command::Launch(arguments) => match run::load(&arguments.cluster, &arguments.sets) {
-            Ok(config) => launch::launch(&arguments, config),
-            Err(exit) => Ok(exit),
-        },
-        Command::Extract(arguments) => match extract::config(&arguments) {
-            Ok(config) => launch::launch(&arguments.launch, config),
-            Err(exit) => Ok(exit),
-        },
+        Command::Check(arguments) => check::command(&arguments),
+        Command::Launch(arguments) => launch::launch(&arguments),
+        Command::Extract(arguments) => launch::survey_and_launch_extract(&arguments),
         Command::Rank(arguments) => launch::occupy(&arguments),
         Command::Bench(BenchCommand::Recovery(arguments)) => bench_recovery(&arguments),
         Command::Ranks(command) => ranks::command(&command),

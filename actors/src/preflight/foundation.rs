@@ -1,0 +1,202 @@
+//! What every run stands on: the verifier's files, its tokenizer, and a draft that fits it.
+
+use eaglet_runtime::checkpoint::DraftConfig;
+use eaglet_runtime::contract::Contract;
+use eaglet_runtime::draft::DraftSpec;
+use eaglet_runtime::samples::{ChatTokenizer, Conversation, Message, ChatRole, SampleLimits, samples_of};
+use eaglet_runtime::verifier::{VerifierConfig, VerifierError, VerifierFiles};
+
+use super::finding::{Findings, Severity, Topic};
+use super::layers::CapturedLayers;
+use crate::config::ClusterConfig;
+use crate::recipe::{self, RecipeError};
+
+/// Problems of tensors that are told one by one.
+const TOLD_TENSORS: usize = 20;
+
+/// As much of it as could be read.
+#[derive(Debug, Default)]
+pub(crate) struct Foundation {
+    /// The verifier's files.
+    pub(crate) files: Option<VerifierFiles>,
+    /// The verifier's tokenizer.
+    pub(crate) tokenizer: Option<ChatTokenizer>,
+    /// Layers whose input is captured.
+    pub(crate) aux_layers: Option<Vec<u32>>,
+    /// What hidden states promise.
+    pub(crate) contract: Option<Contract>,
+    /// The draft.
+    pub(crate) spec: Option<DraftSpec>,
+}
+
+impl Foundation {
+    /// Reads headers and the tokenizer, and notes everything that is wrong.
+    pub(crate) fn look(findings: &mut Findings<'_>) -> Self {
+        let survey = findings.survey();
+        let config = &survey.config;
+        let mut foundation = Self::default();
+        if survey.is_rejected("verifier.path") || !config.verifier.path.exists() {
+            return foundation; // it has been said
+        }
+        foundation.files = open(config, findings);
+        foundation.tokenizer = match ChatTokenizer::load(&config.verifier.path) {
+            Ok(tokenizer) => Some(tokenizer),
+            Err(error) => {
+                findings.add(Severity::Fatal, Topic::Tokenizer, "verifier.path", error.to_string());
+                None
+            }
+        };
+        let Some(verifier) = foundation.files.as_ref().map(VerifierFiles::config) else {
+            return foundation;
+        };
+        if let Some(tokenizer) = &foundation.tokenizer {
+            check_tokenizer(tokenizer, verifier, findings);
+        }
+        if !survey.is_rejected("verifier.aux_layers") {
+            foundation.aux_layers = check_layers(config, verifier, findings);
+        }
+        if let Some(aux_layers) = &foundation.aux_layers
+            && !survey.is_rejected("draft")
+        {
+            foundation.spec = check_draft(config, verifier, aux_layers, findings);
+        }
+        if let (Some(files), Some(tokenizer)) = (&foundation.files, &foundation.tokenizer) {
+            // What is wrong with the layers has been said.
+            foundation.contract = recipe::contract_of(config, files, tokenizer).ok();
+        }
+        foundation
+    }
+}
+
+/// Opens the verifier's files as far as they can be read.
+fn open(config: &ClusterConfig, findings: &mut Findings<'_>) -> Option<VerifierFiles> {
+    let fatal = |findings: &mut Findings<'_>, topic, text: String| {
+        findings.add(Severity::Fatal, topic, "verifier.path", text);
+    };
+    let files = match VerifierFiles::open(&config.verifier.path) {
+        Ok(files) => files,
+        Err(error) => {
+            fatal(findings, Topic::Verifier, error.to_string());
+            return None;
+        }
+    };
+    if let Err(error) = files.check() {
+        match error {
+            VerifierError::Unusable { problems, .. } => {
+                let more = problems.len().saturating_sub(TOLD_TENSORS);
+                for problem in problems.iter().take(TOLD_TENSORS) {
+                    fatal(findings, Topic::Tensors, problem.to_string());
+                }
+                if more > 0 {
+                    let text = format!("{more} more tensors are missing or do not fit config.json");
+                    fatal(findings, Topic::Tensors, text);
+                }
+            }
+            error => fatal(findings, Topic::Verifier, error.to_string()),
+        }
+    }
+    Some(files)
+}
+
+fn check_tokenizer(tokenizer: &ChatTokenizer, verifier: &VerifierConfig, findings: &mut Findings<'_>) {
+    let key = "verifier.path";
+    if let Err(error) = tokenizer.fits_embedding(verifier.vocab_size) {
+        findings.add(Severity::Fatal, Topic::Tokenizer, key, error.to_string());
+    }
+    let stops = &verifier.eos_token_ids;
+    if stops.is_empty() {
+        findings.add(
+            Severity::Warning,
+            Topic::Tokenizer,
+            key,
+            "the verifier names no token that ends an answer, so held-out answers always have training.max_new_tokens \
+             tokens; add eos_token_id to its generation_config.json",
+        );
+    }
+    for &id in stops {
+        let problem = if id as usize >= verifier.vocab_size {
+            "is beyond its vocabulary"
+        } else if tokenizer.token(id).is_none() {
+            "is no token of its tokenizer"
+        } else {
+            continue;
+        };
+        findings.add(
+            Severity::Warning,
+            Topic::Tokenizer,
+            key,
+            format!(
+                "token {id}, which is said to end answers, {problem}; correct eos_token_id in the verifier's \
+                 generation_config.json"
+            ),
+        );
+    }
+    // A template that cannot even do this needs more than the samples may have.
+    let conversation = Conversation {
+        id: None,
+        messages: vec![
+            Message::new(ChatRole::User, "Is anybody there?"),
+            Message::new(ChatRole::Assistant, "Yes."),
+        ],
+        tools: None,
+    };
+    if let Err(reason) = samples_of(&conversation, tokenizer, SampleLimits::default()) {
+        findings.add(
+            Severity::Warning,
+            Topic::Tokenizer,
+            key,
+            format!("a question and its answer give no sample: {reason}; look at {}", tokenizer.template().file().display()),
+        );
+    }
+}
+
+fn check_layers(
+    config: &ClusterConfig,
+    verifier: &VerifierConfig,
+    findings: &mut Findings<'_>,
+) -> Option<Vec<u32>> {
+    let key = "verifier.aux_layers";
+    let ids = match recipe::aux_layers(config, verifier) {
+        Ok(ids) => ids,
+        Err(error) => {
+            findings.add(Severity::Fatal, Topic::Layers, key, error.to_string());
+            return None;
+        }
+    };
+    if config.verifier.aux_layers.is_some() {
+        for doubt in CapturedLayers::doubts(&ids, verifier.layers as u32, &verifier.default_aux_layers()) {
+            findings.add(Severity::Warning, Topic::Layers, key, doubt.to_string());
+        }
+    }
+    Some(ids)
+}
+
+fn check_draft(
+    config: &ClusterConfig,
+    verifier: &VerifierConfig,
+    aux_layers: &[u32],
+    findings: &mut Findings<'_>,
+) -> Option<DraftSpec> {
+    let mut fatal = |key: &str, text: String| {
+        findings.add(Severity::Fatal, Topic::Draft, key, text);
+    };
+    let spec = match recipe::draft_spec(config, verifier, aux_layers.len()) {
+        Ok(spec) => spec,
+        Err(RecipeError::Misfit { key, what }) => {
+            fatal(key, format!("{key}: {what}"));
+            return None;
+        }
+        Err(error) => {
+            fatal("draft", error.to_string());
+            return None;
+        }
+    };
+    if let Err(error) = spec.check() {
+        fatal("draft", error.to_string());
+        return None;
+    }
+    if let Err(error) = DraftConfig::new(spec.clone(), recipe::export_info(config, verifier, aux_layers)) {
+        fatal("draft", format!("draft: {error}"));
+    }
+    Some(spec)
+}
