@@ -2,6 +2,7 @@
 
 pub mod disk;
 pub mod drill;
+pub mod kimi;
 pub mod sim;
 pub mod traces;
 

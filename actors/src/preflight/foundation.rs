@@ -1,13 +1,17 @@
 //! What every run stands on: the verifier's files, its tokenizer, and a draft that fits it.
 
+use std::collections::BTreeSet;
+
 use eaglet_runtime::checkpoint::DraftConfig;
 use eaglet_runtime::contract::Contract;
 use eaglet_runtime::draft::DraftSpec;
-use eaglet_runtime::samples::{ChatTokenizer, Conversation, Message, ChatRole, SampleLimits, samples_of};
-use eaglet_runtime::verifier::{VerifierConfig, VerifierError, VerifierFiles};
+use eaglet_runtime::samples::{ChatRole, ChatTokenizer, Conversation, Message, SampleLimits, samples_of};
+use eaglet_runtime::verifier::{LayoutProblem, VerifierConfig, VerifierFiles};
+use eaglet_runtime::weights::WeightsError;
 
 use super::finding::{Findings, Severity, Topic};
 use super::layers::CapturedLayers;
+use super::shards::{ShardFiles, cut};
 use crate::config::ClusterConfig;
 use crate::recipe::{self, RecipeError};
 
@@ -17,13 +21,17 @@ const TOLD_TENSORS: usize = 20;
 /// As much of it as could be read.
 #[derive(Debug, Default)]
 pub(crate) struct Foundation {
-    /// The verifier's files.
+    /// The verifier's configuration.
+    pub(crate) verifier: Option<VerifierConfig>,
+    /// The verifier's files, as far as they can be used.
     pub(crate) files: Option<VerifierFiles>,
+    /// What they hold of each part of the verifier.
+    pub(crate) shards: Vec<ShardFiles>,
     /// The verifier's tokenizer.
     pub(crate) tokenizer: Option<ChatTokenizer>,
     /// Layers whose input is captured.
     pub(crate) aux_layers: Option<Vec<u32>>,
-    /// What hidden states promise.
+    /// What hidden states promise; only if nothing is wrong with the files.
     pub(crate) contract: Option<Contract>,
     /// The draft.
     pub(crate) spec: Option<DraftSpec>,
@@ -38,7 +46,7 @@ impl Foundation {
         if survey.is_rejected("verifier.path") || !config.verifier.path.exists() {
             return foundation; // it has been said
         }
-        foundation.files = open(config, findings);
+        let is_whole = foundation.open(findings);
         foundation.tokenizer = match ChatTokenizer::load(&config.verifier.path) {
             Ok(tokenizer) => Some(tokenizer),
             Err(error) => {
@@ -46,7 +54,7 @@ impl Foundation {
                 None
             }
         };
-        let Some(verifier) = foundation.files.as_ref().map(VerifierFiles::config) else {
+        let Some(verifier) = &foundation.verifier else {
             return foundation;
         };
         if let Some(tokenizer) = &foundation.tokenizer {
@@ -60,42 +68,70 @@ impl Foundation {
         {
             foundation.spec = check_draft(config, verifier, aux_layers, findings);
         }
-        if let (Some(files), Some(tokenizer)) = (&foundation.files, &foundation.tokenizer) {
+        if let (Some(files), Some(tokenizer)) = (&foundation.files, &foundation.tokenizer)
+            && is_whole
+        {
             // What is wrong with the layers has been said.
             foundation.contract = recipe::contract_of(config, files, tokenizer).ok();
         }
         foundation
     }
+
+    /// Opens the verifier's files as far as they can be used; whether nothing is wrong with them.
+    fn open(&mut self, findings: &mut Findings<'_>) -> bool {
+        let config = &findings.survey().config;
+        let mut is_whole = true;
+        let mut fatal = |topic, text: String| {
+            is_whole = false;
+            findings.add(Severity::Fatal, topic, "verifier.path", text);
+        };
+        match VerifierFiles::survey(&config.verifier.path) {
+            Ok((files, problems)) => {
+                for problem in problems {
+                    fatal(Topic::Verifier, problem.to_string());
+                }
+                self.verifier = Some(files.config().clone());
+                self.shards = ShardFiles::all(&files, cut(config));
+                self.files = Some(files);
+            }
+            Err(error) => {
+                // Without weights the configuration still tells what would be needed.
+                self.verifier = VerifierConfig::read(&config.verifier.path).ok();
+                fatal(Topic::Verifier, error.to_string());
+            }
+        }
+        if let Some(cap) = self.verifier.as_ref().and_then(|verifier| verifier.logit_softcap) {
+            fatal(
+                Topic::Verifier,
+                format!(
+                    "the verifier bends its logits below {cap}, which the head of an EAGLE-3 draft does not do: no draft \
+                     can be trained for it; choose another verifier"
+                ),
+            );
+        }
+        // Parts of a verifier share tensors, and so their problems.
+        let problems: BTreeSet<String> = self
+            .shards
+            .iter()
+            .flat_map(|shard| &shard.problems)
+            .filter(|problem| !is_absent(problem))
+            .map(ToString::to_string)
+            .collect();
+        let more = problems.len().saturating_sub(TOLD_TENSORS);
+        for problem in problems.into_iter().take(TOLD_TENSORS) {
+            fatal(Topic::Tensors, problem);
+        }
+        if more > 0 {
+            let text = format!("{more} more tensors of the verifier are missing or do not fit its config.json");
+            fatal(Topic::Tensors, text);
+        }
+        is_whole
+    }
 }
 
-/// Opens the verifier's files as far as they can be read.
-fn open(config: &ClusterConfig, findings: &mut Findings<'_>) -> Option<VerifierFiles> {
-    let fatal = |findings: &mut Findings<'_>, topic, text: String| {
-        findings.add(Severity::Fatal, topic, "verifier.path", text);
-    };
-    let files = match VerifierFiles::open(&config.verifier.path) {
-        Ok(files) => files,
-        Err(error) => {
-            fatal(findings, Topic::Verifier, error.to_string());
-            return None;
-        }
-    };
-    if let Err(error) = files.check() {
-        match error {
-            VerifierError::Unusable { problems, .. } => {
-                let more = problems.len().saturating_sub(TOLD_TENSORS);
-                for problem in problems.iter().take(TOLD_TENSORS) {
-                    fatal(findings, Topic::Tensors, problem.to_string());
-                }
-                if more > 0 {
-                    let text = format!("{more} more tensors are missing or do not fit config.json");
-                    fatal(findings, Topic::Tensors, text);
-                }
-            }
-            error => fatal(findings, Topic::Verifier, error.to_string()),
-        }
-    }
-    Some(files)
+/// Whether a tensor cannot be looked at because of its file, which has been told.
+pub(crate) fn is_absent(problem: &LayoutProblem) -> bool {
+    matches!(problem, LayoutProblem::Weights(WeightsError::Absent { .. }))
 }
 
 fn check_tokenizer(tokenizer: &ChatTokenizer, verifier: &VerifierConfig, findings: &mut Findings<'_>) {

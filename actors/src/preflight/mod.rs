@@ -292,9 +292,9 @@ fn look_at_samples(
     }
     let held_out = named("samples.held_out", &config.samples.held_out);
     let stop_ids = foundation
-        .files
+        .verifier
         .as_ref()
-        .map_or(&[][..], |files| &files.config().eos_token_ids);
+        .map_or(&[][..], |verifier| &verifier.eos_token_ids);
     let reader = Reader::new(config, tokenizer, stop_ids, budget);
     let (found, unreadable) = reader.read(&files, &held_out, budget.rows);
     for file in unreadable {
@@ -359,7 +359,7 @@ fn judge_samples(found: &SampleSurvey, foundation: &Foundation, findings: &mut F
              samples.held_out_every and training.max_new_tokens",
         );
     }
-    let Some(verifier) = foundation.files.as_ref().map(VerifierFiles::config) else {
+    let Some(verifier) = &foundation.verifier else {
         return;
     };
     let whole = found.samples - found.truncated.min(found.samples);

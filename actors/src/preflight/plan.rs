@@ -5,17 +5,17 @@ use std::collections::BTreeMap;
 use eaglet_runtime::device::ProductRates;
 use eaglet_runtime::draft::{DraftSpec, LayerKind};
 use eaglet_runtime::ids::Role;
-use eaglet_runtime::verifier::Shard;
+use eaglet_runtime::verifier::ShardCost;
 
 use super::disk::{DiskPlan, Length};
-use super::foundation::Foundation;
+use super::foundation::{Foundation, is_absent};
 use super::layers::CapturedLayers;
 use super::links::{Cargo, LinkPlan, Per, gradient_bytes_per_step, state_bytes};
 use super::machine::{Machine, free_disk_bytes, used_disk_bytes};
 use super::memory::{DraftRank, HostMemory, Tenant, VerifierRank, coordinator_bytes};
 use super::report::{DraftSummary, RankPlan, VerifierSummary};
 use super::samples::SampleSurvey;
-use super::shards::{ShardCost, cut, shard_of};
+use super::shards::{ShardFiles, captured, cut, shard_of};
 use super::supply::{DraftSide, Speed, SpeedSource, StepLoad, SupplyPlan, VerifierSide};
 use crate::config::{ClusterConfig, RankConfig};
 use crate::recipe::PREFETCH_STEPS;
@@ -55,8 +55,8 @@ pub(super) struct Plan<'a> {
     config: &'a ClusterConfig,
     foundation: &'a Foundation,
     samples: Option<&'a SampleSurvey>,
-    /// What each different part of the verifier costs.
-    shards: BTreeMap<(u16, u16), (Shard, ShardCost)>,
+    /// What each different part of the verifier costs, in the order of the seats.
+    shards: Vec<(&'a ShardFiles, ShardCost)>,
     parameters: Option<u64>,
 }
 
@@ -70,17 +70,13 @@ impl<'a> Plan<'a> {
             config,
             foundation,
             samples,
-            shards: BTreeMap::new(),
+            shards: Vec::new(),
             parameters: foundation.spec.as_ref().and_then(|spec| spec.parameters().ok()),
         };
-        if let (Some(files), Some(aux_layers)) = (&foundation.files, &foundation.aux_layers) {
-            let visible = plan.load().visible;
-            let (stages, slices) = cut(config);
-            for index in 0..stages * slices {
-                let shard = Shard::nth(index, stages, slices);
-                let cost = ShardCost::new(files, shard, aux_layers, visible);
-                plan.shards.insert((shard.stage, shard.slice), (shard, cost));
-            }
+        if let Some(verifier) = &foundation.verifier {
+            let visible = plan.load().visible.round() as usize;
+            let cost = |files: &'a ShardFiles| (files, verifier.shard_cost(files.shard, visible));
+            plan.shards = foundation.shards.iter().map(cost).collect();
         }
         plan
     }
@@ -105,9 +101,16 @@ impl<'a> Plan<'a> {
         }
     }
 
-    fn cost_of(&self, seat: u16) -> Option<&(Shard, ShardCost)> {
+    fn cost_of(&self, seat: u16) -> Option<&(&'a ShardFiles, ShardCost)> {
         let shard = shard_of(self.config, seat);
-        self.shards.get(&(shard.stage, shard.slice))
+        self.shards.iter().find(|(files, _)| files.shard == shard)
+    }
+
+    /// Captured states per token that a part of the verifier hands out.
+    fn captured(&self, files: &ShardFiles, cost: &ShardCost) -> u64 {
+        let layers = self.foundation.verifier.as_ref().map_or(0, |verifier| verifier.layers);
+        let aux_layers = self.foundation.aux_layers.as_deref().unwrap_or_default();
+        captured(files.shard, cost, aux_layers, layers)
     }
 
     /// The draft and the number of its trained parameters.
@@ -121,7 +124,7 @@ impl<'a> Plan<'a> {
 
     /// Bytes of one captured state of one token.
     fn state_bytes(&self) -> Option<u64> {
-        let hidden = self.foundation.files.as_ref()?.config().hidden_size as u64;
+        let hidden = self.foundation.verifier.as_ref()?.hidden_size as u64;
         Some(hidden * self.config.verifier.hidden_dtype.bytes() as u64)
     }
 
@@ -135,17 +138,17 @@ impl<'a> Plan<'a> {
     }
 
     pub(super) fn verifier(&self) -> Option<VerifierSummary> {
-        let config = self.foundation.files.as_ref()?.config();
-        let sum = |of: fn(&ShardCost) -> u64| self.shards.values().map(|(_, cost)| of(cost)).sum();
+        let config = self.foundation.verifier.as_ref()?;
+        let sum = |of: fn(&ShardFiles) -> u64| self.shards.iter().map(|(files, _)| of(files)).sum();
         Some(VerifierSummary {
             path: self.config.verifier.path.clone(),
             model_type: config.model_type.clone(),
             layers: config.layers,
             hidden_size: config.hidden_size,
             vocab_size: config.vocab_size,
-            parameters: sum(|cost| cost.parameters),
-            bytes: sum(|cost| cost.weight_bytes),
-            tensors: sum(|cost| cost.tensors),
+            parameters: sum(|files| files.parameters),
+            bytes: sum(|files| files.bytes),
+            tensors: sum(|files| files.tensors),
         })
     }
 
@@ -167,7 +170,7 @@ impl<'a> Plan<'a> {
     }
 
     pub(super) fn layers(&self) -> Option<CapturedLayers> {
-        let config = self.foundation.files.as_ref()?.config();
+        let config = self.foundation.verifier.as_ref()?;
         let ids = self.foundation.aux_layers.as_ref()?;
         Some(CapturedLayers::new(
             ids,
@@ -193,14 +196,14 @@ impl<'a> Plan<'a> {
     }
 
     fn verifier_rank(&self, rank: &RankConfig, threads: usize) -> Option<RankPlan> {
-        let (shard, cost) = self.cost_of(rank.seat)?;
+        let (files, cost) = self.cost_of(rank.seat)?;
         let held_out_tokens = self.held_out_tokens();
         let memory = VerifierRank {
-            weight_bytes: cost.weight_bytes,
+            weight_bytes: files.bytes,
             activation_bytes_per_token: cost.activation_bytes_per_token,
             cache_bytes_per_token: cost.cache_bytes_per_token,
             logit_bytes_per_prompt: cost.logit_bytes_per_prompt,
-            hidden_bytes_per_token: cost.captured * self.state_bytes()?,
+            hidden_bytes_per_token: self.captured(files, cost) * self.state_bytes()?,
             tokens_per_row: self.config.training.tokens_per_row as u64,
             held_out_tokens,
             // A prompt has a token at least.
@@ -212,9 +215,10 @@ impl<'a> Plan<'a> {
         let (stages, slices) = cut(self.config);
         let replica = rank.seat / (stages * slices);
         Some(RankPlan {
-            shard: Some(cost.plan(*shard, replica)),
-            parameters: cost.parameters,
-            tensors: cost.tensors,
+            shard: Some(files.plan(cost, replica)),
+            parameters: files.parameters,
+            tensors: files.tensors,
+            missing_tensors: files.problems.iter().filter(|problem| is_absent(problem)).count() as u64,
             memory_bytes: memory.iter().map(|part| part.bytes).sum(),
             memory,
             ..blank(rank, threads)
@@ -297,7 +301,7 @@ impl<'a> Plan<'a> {
         let (spec, _) = self.spec()?;
         let busiest = self
             .shards
-            .values()
+            .iter()
             .map(|(_, cost)| cost.flops_per_token)
             .fold(0.0, f64::max);
         let (stages, slices) = cut(self.config);
@@ -384,8 +388,9 @@ impl<'a> Plan<'a> {
     }
 
     fn verifier_links(&self, seat: u16, tokens_per_s: Option<f64>) -> Option<Vec<LinkPlan>> {
-        let (shard, cost) = self.cost_of(seat)?;
-        let hidden = self.foundation.files.as_ref()?.config().hidden_size as u64;
+        let (files, cost) = self.cost_of(seat)?;
+        let (shard, captured) = (files.shard, self.captured(files, cost));
+        let hidden = self.foundation.verifier.as_ref()?.hidden_size as u64;
         let from = format!("verifier-{seat}");
         let link = |cargo, to: String, bytes: u64| LinkPlan {
             cargo,
@@ -396,10 +401,12 @@ impl<'a> Plan<'a> {
             bytes_per_s: tokens_per_s.map(|tokens| tokens * bytes as f64),
         };
         let mut links = Vec::new();
-        // All slices of a stage hold the same states; the first one hands them out.
-        if cost.captured > 0 && shard.slice == 0 {
-            let bytes = cost.captured * self.state_bytes()?;
-            links.push(link(Cargo::HiddenStates, "draft ranks".to_owned(), bytes));
+        if captured > 0 {
+            let bytes = captured * self.state_bytes()?;
+            let mut hidden_states = link(Cargo::HiddenStates, "draft ranks".to_owned(), bytes);
+            // All slices of a stage hold the same states; they take turns.
+            hidden_states.bytes_per_s = hidden_states.bytes_per_s.map(|bytes| bytes / f64::from(shard.slices));
+            links.push(hidden_states);
         }
         if !shard.is_last() {
             // In f32, so that stages have the bits of the whole.
@@ -407,10 +414,12 @@ impl<'a> Plan<'a> {
             links.push(link(Cargo::Residual, to, 4 * hidden));
         }
         if shard.slices > 1 {
-            // After the attention and after the MLP of each layer; each slice sends its sum to all others.
-            let sums = 2 * cost.layers.len() as u64;
+            // After the attention and after the MLP of each layer, and after the embedding: the parts that others sum go
+            // out, and the part that this one sums.
+            let sums = 2 * cost.layers.len() as u64 + u64::from(shard.is_first());
             let others = u64::from(shard.slices - 1);
-            links.push(link(Cargo::SliceSums, "other slices".to_owned(), sums * others * 4 * hidden));
+            let bytes = sums * (2 * others * 4 * hidden).div_ceil(u64::from(shard.slices));
+            links.push(link(Cargo::SliceSums, "other slices".to_owned(), bytes));
         }
         Some(links)
     }
@@ -426,6 +435,7 @@ fn blank(rank: &RankConfig, threads: usize) -> RankPlan {
         shard: None,
         parameters: 0,
         tensors: 0,
+        missing_tensors: 0,
         memory: Vec::new(),
         memory_bytes: 0,
     }

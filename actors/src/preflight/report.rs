@@ -93,6 +93,8 @@ pub struct RankPlan {
     pub parameters: u64,
     /// Tensors of the verifier that it reads.
     pub tensors: u64,
+    /// Tensors that it would read and that lie in files which are missing or damaged; they count nowhere.
+    pub missing_tensors: u64,
     /// Memory in parts.
     pub memory: Vec<MemoryPart>,
     /// All of it.

@@ -32,17 +32,31 @@ impl VerifierFiles {
     /// # Errors
     /// When the configuration is unusable or the weights' files are missing or damaged.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, VerifierError> {
+        let (files, problems) = Self::survey(folder)?;
+        problems
+            .into_iter()
+            .next()
+            .map_or(Ok(files), |problem| Err(problem.into()))
+    }
+
+    /// As [`Self::open`], for whoever goes on with what can be used: what is wrong with single files is returned beside the
+    /// rest. The digest is then that of the rest.
+    ///
+    /// # Errors
+    /// When there is nothing to go on with.
+    pub fn survey(folder: impl AsRef<Path>) -> Result<(Self, Vec<WeightsError>), VerifierError> {
         let files =
             ModelFiles::open(folder).map_err(|error| ConfigError::from(ModelFilesError::from(error)))?;
         let (config, config_bytes) = VerifierConfig::read_with_bytes(&files)?;
-        let weights = files.weights()?;
+        let (weights, problems) = files.survey_weights()?;
         let digest = weights.digest(&config_bytes);
-        Ok(Self {
+        let survey = Self {
             config,
             names: Names::of(&weights),
             weights,
             digest,
-        })
+        };
+        Ok((survey, problems))
     }
 
     /// The configuration.
@@ -65,15 +79,22 @@ impl VerifierFiles {
         &self.names
     }
 
-    /// Every tensor that a shard reads.
-    pub fn needs(&self, shard: Shard) -> Vec<Need> {
-        Decoder::build(self, shard).needs
+    /// Every tensor that a shard reads, and everything that keeps the shard from being computed: tensors that are missing,
+    /// of another shape or in a form that cannot be unpacked, tensors of its layers that would be ignored, and slices that
+    /// cannot be cut.
+    pub fn inspect(&self, shard: Shard) -> (Vec<Need>, Vec<LayoutProblem>) {
+        let built = Decoder::build(self, shard);
+        (built.needs, built.problems)
     }
 
-    /// Everything that keeps a shard from being computed: tensors that are missing, of another shape or in a form that
-    /// cannot be unpacked, tensors of its layers that would be ignored, and slices that cannot be cut.
+    /// The first half of [`Self::inspect`].
+    pub fn needs(&self, shard: Shard) -> Vec<Need> {
+        self.inspect(shard).0
+    }
+
+    /// The second half of [`Self::inspect`].
     pub fn problems(&self, shard: Shard) -> Vec<LayoutProblem> {
-        Decoder::build(self, shard).problems
+        self.inspect(shard).1
     }
 
     /// Checks that the whole verifier can be computed.
