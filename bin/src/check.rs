@@ -6,7 +6,7 @@ use anyhow::Result;
 use eaglet_actors::config::{self, ClusterConfig};
 use eaglet_actors::preflight::{
     self, Cargo, CheckOptions, DiskPlan, HostMemory, LinkPlan, Machine, Per, RankPlan, Report, SampleBudget,
-    SampleSurvey, SpeedSource, SupplyPlan, Use, VocabularySurvey, Waiting,
+    SampleSurvey, SpeedSource, SupplyPlan, Use, VocabularySurvey, Waiting, prefixed, size,
 };
 
 use crate::cli::{CheckArgs, Exit};
@@ -28,6 +28,7 @@ pub(crate) fn command(arguments: &CheckArgs) -> Result<Exit> {
         options.machine = Machine::here().with_memory(bytes);
     }
     options.flops_per_s = arguments.flops;
+    options.free_disk_bytes = arguments.disk;
     options.samples = SampleBudget {
         rows: arguments.samples,
         ..options.samples
@@ -46,7 +47,13 @@ pub(crate) fn command(arguments: &CheckArgs) -> Result<Exit> {
 
 /// Writes a report for people: the plans first, what is wrong last.
 fn write(report: &Report, strict: bool, out: &mut dyn Write) -> Result<()> {
-    writeln!(out, "{}: run {} in {}", report.cluster, report.run, report.directory.display())?;
+    writeln!(
+        out,
+        "{}: run {} in {}",
+        report.cluster,
+        report.run,
+        report.directory.display()
+    )?;
     about(report, out)?;
     if !report.ranks.is_empty() {
         writeln!(out)?;
@@ -182,7 +189,11 @@ fn ranks(ranks: &[RankPlan], out: &mut dyn Write) -> Result<()> {
             None => "the draft".to_owned(),
             Some(shard) if shard.stages * shard.slices == 1 => "the verifier".to_owned(),
             Some(shard) => {
-                let mut text = format!("layers {}-{}", shard.first_layer, shard.end_layer.saturating_sub(1));
+                let mut text = format!(
+                    "layers {}-{}",
+                    shard.first_layer,
+                    shard.end_layer.saturating_sub(1)
+                );
                 if shard.slices > 1 {
                     text.push_str(&format!(", slice {}/{}", shard.slice, shard.slices));
                 }
@@ -254,7 +265,9 @@ fn links(links: &[LinkPlan], out: &mut dyn Write) -> Result<()> {
 }
 
 fn disk_line(disk: &DiskPlan) -> String {
-    let free = disk.free_bytes.map_or("free room is unknown".to_owned(), |free| format!("{} are free", size(free)));
+    let free = disk.free_bytes.map_or("free room is unknown".to_owned(), |free| {
+        format!("{} are free", size(free))
+    });
     let present = match disk.present_bytes {
         0 => String::new(),
         bytes => format!(", {} of it there already", size(bytes)),
@@ -293,9 +306,17 @@ fn sample_lines(samples: &SampleSurvey) -> Vec<String> {
         ),
     ];
     for refusal in samples.refused.iter().take(SHOWN_REASONS) {
-        lines.push(format!("put aside, {}: {} (first {})", refusal.reason, refusal.count, refusal.first));
+        lines.push(format!(
+            "put aside, {}: {} (first {})",
+            refusal.reason, refusal.count, refusal.first
+        ));
     }
-    let more: u64 = samples.refused.iter().skip(SHOWN_REASONS).map(|refusal| refusal.count).sum();
+    let more: u64 = samples
+        .refused
+        .iter()
+        .skip(SHOWN_REASONS)
+        .map(|refusal| refusal.count)
+        .sum();
     if more > 0 {
         lines.push(format!("put aside for other reasons: {more}"));
     }
@@ -304,7 +325,10 @@ fn sample_lines(samples: &SampleSurvey) -> Vec<String> {
 
 fn vocabulary_line(vocabulary: &VocabularySurvey) -> String {
     let unseen = vocabulary.unseen_coverage.map_or(String::new(), |coverage| {
-        format!("; counted on one half it covers {:.2} % of the other", 100.0 * coverage)
+        format!(
+            "; counted on one half it covers {:.2} % of the other",
+            100.0 * coverage
+        )
     });
     format!(
         "{} of {} tokens cover {:.2} % of {} trained ones, {} of them different{unseen}",
@@ -324,11 +348,17 @@ fn supply_lines(supply: &SupplyPlan) -> Vec<String> {
     let waiting = match supply.waiting {
         Waiting::Neither => "neither side waits".to_owned(),
         side => {
-            let who = if side == Waiting::Verifier { "verifier" } else { "draft" };
+            let who = if side == Waiting::Verifier {
+                "verifier"
+            } else {
+                "draft"
+            };
             format!("{who} ranks wait {:.0} % of the time", 100.0 * supply.idle_share)
         }
     };
-    let advice = supply.advice().map_or(String::new(), |advice| format!(": {advice}"));
+    let advice = supply
+        .advice()
+        .map_or(String::new(), |advice| format!(": {advice}"));
     let mut lines = vec![
         format!(
             "at most {} tokens/s are extracted ({}FLOP each) and {} tokens/s trained ({}FLOP each), by {source}",
@@ -353,47 +383,4 @@ fn supply_lines(supply: &SupplyPlan) -> Vec<String> {
 /// A number of parameters: `829 M`.
 fn parameters(count: u64) -> String {
     prefixed(count as f64).trim_end().to_owned()
-}
-
-/// Bytes in decimal units, as disks and models are measured: `14.4 GB`.
-fn size(bytes: u64) -> String {
-    format!("{}B", prefixed(bytes as f64))
-}
-
-/// Three digits and a decimal prefix behind a blank: `14.4 G`.
-fn prefixed(number: f64) -> String {
-    let (mut value, mut unit) = (number, "");
-    for next in ["k", "M", "G", "T", "P"] {
-        if value < 999.5 {
-            break;
-        }
-        (value, unit) = (value / 1000.0, next);
-    }
-    if unit.is_empty() || value >= 99.95 {
-        format!("{value:.0} {unit}")
-    } else {
-        format!("{value:.1} {unit}")
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sizes_have_three_digits() {
-        let cases = [
-            (0, "0 B"),
-            (999, "999 B"),
-            (57_344, "57.3 kB"),
-            (14_400_000_000, "14.4 GB"),
-            (541_000_000_000, "541 GB"),
-            (1_500_000_000_000, "1.5 TB"),
-        ];
-        for (bytes, text) in cases {
-            assert_eq!(size(bytes), text);
-        }
-        assert_eq!(parameters(829_454_336), "829 M");
-        assert_eq!(parameters(12), "12");
-    }
 }

@@ -79,11 +79,14 @@ pub(crate) struct CheckArgs {
     /// Memory of each host, if the run will be on another machine: 512GB, 1.5TB, 64GiB.
     #[arg(long, value_name = "SIZE", value_parser = bytes)]
     pub(crate) memory: Option<u64>,
+    /// Free room on the disk of the run directory, likewise.
+    #[arg(long, value_name = "SIZE", value_parser = bytes)]
+    pub(crate) disk: Option<u64>,
     /// Floating-point operations per second of each rank, such as 4e13, instead of a short measurement.
     #[arg(long, value_name = "FLOPS", value_parser = rate)]
     pub(crate) flops: Option<f64>,
     /// Rows of the sample files that are read.
-    #[arg(long, value_name = "N", default_value_t = 512)]
+    #[arg(long, value_name = "N", default_value_t = 1024)]
     pub(crate) samples: usize,
 }
 

@@ -38,12 +38,7 @@ pub(crate) fn launch(arguments: &LaunchArgs) -> Result<Exit> {
         complain(&error.to_string());
         return Ok(Exit::BadInput);
     }
-    logging::start(
-        &directory,
-        "coordinator",
-        arguments.log_format,
-        !is_live,
-    )?;
+    logging::start(&directory, "coordinator", arguments.log_format, !is_live)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .thread_name("coordinator")

@@ -34,7 +34,9 @@ pub enum DirectoryError {
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     /// Its journal is of another run.
-    #[error("{directory}: {keys} differ from what its run was started with; set them back, or start a new run directory")]
+    #[error(
+        "{directory}: {keys} differ from what its run was started with; set them back, or start a new run directory"
+    )]
     OtherRun {
         /// The directory.
         directory: PathBuf,
@@ -181,7 +183,9 @@ mod tests {
     }
 
     fn refusal(directory: &Path) -> String {
-        look(&config(directory), None).expect_err("it cannot be used").to_string()
+        look(&config(directory), None)
+            .expect_err("it cannot be used")
+            .to_string()
     }
 
     #[test]

@@ -5,6 +5,7 @@ use eaglet_runtime::draft::DraftSpec;
 use serde::Serialize;
 
 use super::links::state_bytes;
+use super::units::size;
 
 /// Bytes of the journal per step: a planned and a committed record.
 const JOURNAL_STEP_BYTES: u64 = 500;
@@ -89,20 +90,18 @@ impl DiskPlan {
     /// What is wrong, if there is too little room.
     pub(crate) fn shortage(&self) -> Option<String> {
         let free = self.free_bytes.filter(|&free| free < self.missing_bytes())?;
-        let gigabytes = |bytes: u64| bytes as f64 / 1e9;
         let remedy = if self.checkpoints > 3 {
             "lower checkpoints.keep, or give run.directory a larger disk"
         } else {
             "give run.directory a larger disk"
         };
         Some(format!(
-            "the run writes {:.1} GB more ({} checkpoints of {:.1} GB, {:.1} GB of samples and journal), and {:.1} GB are \
-             free; {remedy}",
-            gigabytes(self.missing_bytes()),
+            "the run writes {} more ({} checkpoints of {}, samples and journal {}), and {} are free; {remedy}",
+            size(self.missing_bytes()),
             self.checkpoints,
-            gigabytes(self.checkpoint_bytes),
-            gigabytes(self.sample_bytes + self.journal_bytes),
-            gigabytes(free),
+            size(self.checkpoint_bytes),
+            size(self.sample_bytes + self.journal_bytes),
+            size(free),
         ))
     }
 }
@@ -130,10 +129,7 @@ mod tests {
         };
         let whole = DiskPlan::new(1000, 2, length);
         assert_eq!(whole.sample_bytes, 3 * 12 + 320 + 10);
-        assert_eq!(
-            whole.total_bytes,
-            3000 + whole.sample_bytes + whole.journal_bytes
-        );
+        assert_eq!(whole.total_bytes, 3000 + whole.sample_bytes + whole.journal_bytes);
     }
 
     #[test]
@@ -147,7 +143,10 @@ mod tests {
     fn a_shortage_names_the_remedy() {
         assert_eq!(plan(3000, 0, 2).shortage(), None);
         let text = plan(2999, 0, 2).shortage().expect("a byte is missing");
-        assert!(text.ends_with("give run.directory a larger disk") && !text.contains("keep"), "{text}");
+        assert!(
+            text.ends_with("give run.directory a larger disk") && !text.contains("keep"),
+            "{text}"
+        );
         let text = plan(10, 0, 4).shortage().expect("most is missing");
         assert!(text.contains("lower checkpoints.keep"), "{text}");
     }

@@ -116,7 +116,9 @@ impl<'a> Findings<'a> {
 
     /// Whether something was found that a launch refuses.
     pub(crate) fn has_fatal(&self) -> bool {
-        self.found.iter().any(|finding| finding.severity == Severity::Fatal)
+        self.found
+            .iter()
+            .any(|finding| finding.severity == Severity::Fatal)
     }
 
     /// All findings, in the order in which they were found.

@@ -50,7 +50,12 @@ impl Foundation {
         foundation.tokenizer = match ChatTokenizer::load(&config.verifier.path) {
             Ok(tokenizer) => Some(tokenizer),
             Err(error) => {
-                findings.add(Severity::Fatal, Topic::Tokenizer, "verifier.path", error.to_string());
+                findings.add(
+                    Severity::Fatal,
+                    Topic::Tokenizer,
+                    "verifier.path",
+                    error.to_string(),
+                );
                 None
             }
         };
@@ -122,7 +127,8 @@ impl Foundation {
             fatal(Topic::Tensors, problem);
         }
         if more > 0 {
-            let text = format!("{more} more tensors of the verifier are missing or do not fit its config.json");
+            let text =
+                format!("{more} more tensors of the verifier are missing or do not fit its config.json");
             fatal(Topic::Tensors, text);
         }
         is_whole
@@ -181,7 +187,10 @@ fn check_tokenizer(tokenizer: &ChatTokenizer, verifier: &VerifierConfig, finding
             Severity::Warning,
             Topic::Tokenizer,
             key,
-            format!("a question and its answer give no sample: {reason}; look at {}", tokenizer.template().file().display()),
+            format!(
+                "a question and its answer give no sample: {reason}; look at {}",
+                tokenizer.template().file().display()
+            ),
         );
     }
 }

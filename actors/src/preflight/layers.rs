@@ -145,7 +145,10 @@ mod tests {
         };
         assert_eq!(*meant, [2, 30, 58]);
         let text = found[0].to_string();
-        assert!(text.contains("[1, 29, 57]") && text.contains("write [2, 30, 58]"), "{text}");
+        assert!(
+            text.contains("[1, 29, 57]") && text.contains("write [2, 30, 58]"),
+            "{text}"
+        );
     }
 
     #[test]
@@ -157,9 +160,7 @@ mod tests {
             ([1, 29, 57, 60], [2, 30, 58]),
         ] {
             let found = doubts(&ids);
-            let is_it = |doubt: &LayerDoubt| {
-                matches!(doubt, LayerDoubt::WithLast { without: rest, .. } if *rest == without)
-            };
+            let is_it = |doubt: &LayerDoubt| matches!(doubt, LayerDoubt::WithLast { without: rest, .. } if *rest == without);
             assert!(found.iter().any(is_it), "{ids:?}: {found:?}");
         }
         assert_eq!(doubts(&[1, 29, 57, 60]).len(), 2);

@@ -72,20 +72,21 @@ fn limit_of(folder: &Path) -> Option<(u64, u64)> {
     let limit = number("memory.max")?;
     let statistics = fs::read_to_string(folder.join("memory.stat")).unwrap_or_default();
     let caches = field_of(&statistics, "inactive_file ").unwrap_or(0);
-    Some((limit, number("memory.current").unwrap_or(0).saturating_sub(caches)))
+    Some((
+        limit,
+        number("memory.current").unwrap_or(0).saturating_sub(caches),
+    ))
 }
 
 /// The nearest folder above a path, or the path itself, that is there.
 pub(super) fn nearest_existing(path: &Path) -> Option<PathBuf> {
-    path.ancestors()
-        .find(|folder| folder.exists())
-        .map(|folder| {
-            if folder.as_os_str().is_empty() {
-                PathBuf::from(".")
-            } else {
-                folder.to_owned()
-            }
-        })
+    path.ancestors().find(|folder| folder.exists()).map(|folder| {
+        if folder.as_os_str().is_empty() {
+            PathBuf::from(".")
+        } else {
+            folder.to_owned()
+        }
+    })
 }
 
 /// Bytes that this user may still write where a path is, or will be; `None` if the system does not say.

@@ -8,11 +8,13 @@
 use std::collections::BTreeMap;
 
 use eaglet_runtime::draft::{DraftSpec, RowLoad};
+use eaglet_runtime::ids::Role;
 use eaglet_runtime::link::SenderOptions;
 use serde::Serialize;
 
 use super::links::state_bytes;
 use super::machine::Machine;
+use super::units::size;
 
 /// A process that has loaded nothing: the binary, its threads' stacks, its allocator.
 const PROCESS_BYTES: u64 = 24 << 20;
@@ -52,34 +54,40 @@ pub enum Use {
 }
 
 impl Use {
-    /// What makes it smaller.
-    const fn remedy(self) -> &'static str {
-        match self {
-            Self::Weights => {
+    /// What makes it smaller in the ranks of a role.
+    const fn remedy(self, role: Role) -> &'static str {
+        match (self, role) {
+            (Self::Weights, _) => {
                 "take a machine with more memory, a verifier with quantised weights, or fewer different parts of it on one host"
             }
-            Self::Frozen => "take fewer draft ranks, or a smaller draft.vocab_size",
-            Self::OptimizerState | Self::Gradient => {
+            (Self::Frozen, _) => "take fewer draft ranks, or a smaller draft.vocab_size",
+            (Self::OptimizerState | Self::Gradient, _) => {
                 "take fewer draft ranks, or a smaller draft.intermediate_size"
             }
-            Self::Exchange => "lower training.rows_per_step, or take a smaller draft.intermediate_size",
-            Self::Activations | Self::Logits => "lower training.tokens_per_row",
-            Self::Answers => "lower samples.held_out_rows or training.max_new_tokens",
-            Self::HiddenStates => {
+            (Self::Exchange, _) => "lower training.rows_per_step, or take a smaller draft.intermediate_size",
+            (Self::Activations, Role::Draft) => {
+                "lower training.tokens_per_row or training.ttt_steps, or take a smaller draft.intermediate_size"
+            }
+            (Self::Activations, Role::Verifier) => {
+                "lower training.tokens_per_row, and samples.held_out_rows if that is more than 1"
+            }
+            (Self::Logits, _) => "take a smaller draft.vocab_size",
+            (Self::Answers, _) => "lower samples.held_out_rows or training.max_new_tokens",
+            (Self::HiddenStates, _) => {
                 "lower samples.held_out_rows, training.rows_per_step or training.tokens_per_row"
             }
-            Self::Links | Self::Process => "take fewer ranks",
+            (Self::Links | Self::Process, _) => "take fewer ranks",
         }
     }
 
     /// In words.
     const fn words(self) -> &'static str {
         match self {
-            Self::Weights => "the weights of the verifier",
+            Self::Weights => "weights",
             Self::Frozen => "embedding and head rows",
             Self::OptimizerState => "master weights and moments",
-            Self::Gradient => "the gradient",
-            Self::Exchange => "gradients and states on their way between draft ranks",
+            Self::Gradient => "gradients of rows",
+            Self::Exchange => "gradients and states on their way",
             Self::Activations => "activations",
             Self::Logits => "logits",
             Self::Answers => "held-out answers",
@@ -265,6 +273,8 @@ pub(crate) fn coordinator_bytes(samples: u64) -> u64 {
 /// A rank as far as its host is concerned.
 #[derive(Clone, Debug)]
 pub(crate) struct Tenant {
+    /// What it does.
+    pub(crate) role: Role,
     /// Its memory.
     pub(crate) parts: Vec<MemoryPart>,
     /// What it maps; tenants with the same share those pages.
@@ -284,8 +294,10 @@ pub struct HostMemory {
     pub memory_bytes: u64,
     /// Memory that is free now.
     pub available_bytes: u64,
-    /// What takes most, over all ranks of the host.
+    /// What takes most, over all ranks of a role.
     pub largest: Use,
+    /// Of which role.
+    pub largest_role: Role,
     /// Its bytes.
     pub largest_bytes: u64,
 }
@@ -301,14 +313,14 @@ pub(crate) enum Shortage {
 
 impl HostMemory {
     pub(crate) fn new(host: &str, tenants: &[Tenant], coordinator_bytes: u64, machine: Machine) -> Self {
-        let mut uses: BTreeMap<Use, u64> = BTreeMap::from([(Use::Process, coordinator_bytes)]);
+        let mut uses: BTreeMap<(Use, Role), u64> = BTreeMap::new();
         let (mut private, mut mapped) = (coordinator_bytes, 0);
         let mut mappings = Vec::new();
         for tenant in tenants {
             let is_shared = tenant.mapping.is_some() && mappings.contains(&tenant.mapping);
             mappings.push(tenant.mapping);
             for part in tenant.parts.iter().filter(|part| !(part.mapped && is_shared)) {
-                *uses.entry(part.r#use).or_default() += part.bytes;
+                *uses.entry((part.r#use, tenant.role)).or_default() += part.bytes;
                 if part.mapped {
                     mapped += part.bytes;
                 } else {
@@ -317,7 +329,7 @@ impl HostMemory {
             }
         }
         let largest = uses.into_iter().max_by_key(|(_, bytes)| *bytes);
-        let (largest, largest_bytes) = largest.unwrap_or((Use::Process, 0));
+        let ((largest, largest_role), largest_bytes) = largest.unwrap_or(((Use::Process, Role::Draft), 0));
         Self {
             host: host.to_owned(),
             private_bytes: private,
@@ -325,6 +337,7 @@ impl HostMemory {
             memory_bytes: machine.memory_bytes,
             available_bytes: machine.available_bytes,
             largest,
+            largest_role,
             largest_bytes,
         }
     }
@@ -340,23 +353,23 @@ impl HostMemory {
         if needed <= self.available_bytes {
             return None;
         }
-        let gigabytes = |bytes: u64| bytes as f64 / 1e9;
         let held = if self.available_bytes < self.memory_bytes {
             format!(
-                "{:.1} GB of its {:.1} GB are free",
-                gigabytes(self.available_bytes),
-                gigabytes(self.memory_bytes)
+                "{} of its {} are free",
+                size(self.available_bytes),
+                size(self.memory_bytes)
             )
         } else {
-            format!("it has {:.1} GB", gigabytes(self.memory_bytes))
+            format!("it has {}", size(self.memory_bytes))
         };
         let text = format!(
-            "the ranks on host {} need {:.1} GB of memory and {held}; {} take most of it, {:.1} GB: {}",
+            "the ranks on host {} need {} of memory and {held}; {} of {} ranks take most of it, {}: {}",
             self.host,
-            gigabytes(needed),
+            size(needed),
             self.largest.words(),
-            gigabytes(self.largest_bytes),
-            self.largest.remedy(),
+            self.largest_role,
+            size(self.largest_bytes),
+            self.largest.remedy(self.largest_role),
         );
         Some(if self.private_bytes > self.memory_bytes {
             Shortage::Never(text)
@@ -424,7 +437,7 @@ mod tests {
         let spec = kimi();
         let parts = draft(&spec, 1, 1).parts();
         // 0.83 billion parameters; embedding and head rows of 7168.
-        let parameters = 829_454_336;
+        let parameters = 829_452_288;
         assert_eq!(bytes_of(&parts, Use::OptimizerState), 12 * parameters);
         assert_eq!(bytes_of(&parts, Use::Gradient), 4 * parameters);
         assert_eq!(bytes_of(&parts, Use::Frozen), 4 * 7168 * (163_840 + 32_000 + 1));
@@ -441,11 +454,14 @@ mod tests {
     #[test]
     fn several_replicas_exchange_segments_and_may_give_their_state_away() {
         let spec = kimi();
-        let weights = 4 * 829_454_336_u64;
+        let weights = 4 * 829_452_288_u64;
         // Two ranks, a lane each: a copy, half of the other's and half a sum; a donated state is more.
         assert_eq!(draft(&spec, 2, 2).exchange_bytes(), 3 * weights);
         // Two ranks, eight lanes: four copies, half of four, half a sum.
-        assert_eq!(draft(&spec, 8, 2).exchange_bytes(), 4 * weights + 2 * weights + weights / 2);
+        assert_eq!(
+            draft(&spec, 8, 2).exchange_bytes(),
+            4 * weights + 2 * weights + weights / 2
+        );
         assert_eq!(bytes_of(&draft(&spec, 2, 2).parts(), Use::Links), 8 << 20);
         // A spare rank owns no lane more than the others have.
         assert_eq!(draft(&spec, 2, 3).own_lanes(), 1);
@@ -454,7 +470,12 @@ mod tests {
     #[test]
     fn while_a_large_embedding_is_loaded_it_is_there_twice() {
         let mut spec = kimi();
-        (spec.hidden_size, spec.intermediate_size, spec.heads, spec.kv_heads) = (64, 64, 1, 1);
+        (
+            spec.hidden_size,
+            spec.intermediate_size,
+            spec.heads,
+            spec.kv_heads,
+        ) = (64, 64, 1, 1);
         (spec.vocab_size, spec.draft_vocab_size) = (1 << 20, 16);
         let mut rank = draft(&spec, 1, 1);
         (rank.tokens_per_row, rank.hidden_bytes_per_token) = (16, 4);
@@ -483,7 +504,11 @@ mod tests {
     fn a_verifier_rank_maps_its_weights_and_holds_its_longest_row() {
         let parts = verifier().parts();
         assert_eq!(bytes_of(&parts, Use::Weights), 1_000_000);
-        assert!(parts.iter().all(|part| part.mapped == (part.r#use == Use::Weights)));
+        assert!(
+            parts
+                .iter()
+                .all(|part| part.mapped == (part.r#use == Use::Weights))
+        );
         assert_eq!(bytes_of(&parts, Use::Activations), 200 * 100);
         assert_eq!(bytes_of(&parts, Use::Answers), 200 * 10 + 3 * 1000);
         assert_eq!(bytes_of(&parts, Use::HiddenStates), (200 + 50) * 8);
@@ -495,6 +520,7 @@ mod tests {
         let tenants: Vec<Tenant> = mappings
             .iter()
             .map(|&mapping| Tenant {
+                role: Role::Verifier,
                 parts: vec![
                     MemoryPart {
                         mapped: true,
@@ -529,11 +555,17 @@ mod tests {
         let Some(Shortage::Now(text)) = host(1050, 1050, &seats).shortage() else {
             panic!("1100 are needed")
         };
-        assert!(text.contains("the weights of the verifier") && text.contains("quantised"), "{text}");
+        assert!(
+            text.contains("weights of verifier ranks") && text.contains("quantised"),
+            "{text}"
+        );
         let Some(Shortage::Now(text)) = host(10_000, 900, &seats).shortage() else {
             panic!("1100 are needed")
         };
         assert!(text.contains("are free"), "{text}");
-        assert!(matches!(host(99, 99, &seats).shortage(), Some(Shortage::Never(_))));
+        assert!(matches!(
+            host(99, 99, &seats).shortage(),
+            Some(Shortage::Never(_))
+        ));
     }
 }

@@ -25,6 +25,7 @@ mod report;
 mod samples;
 mod shards;
 mod supply;
+mod units;
 mod vocabulary;
 
 use std::net::TcpListener;
@@ -40,8 +41,8 @@ use eaglet_runtime::verifier::VerifierFiles;
 pub use self::directory::DirectoryError;
 pub(crate) use self::directory::{engine, refuse_orphans};
 pub use self::disk::DiskPlan;
-pub use self::finding::{Finding, Severity, Topic};
 use self::finding::Findings;
+pub use self::finding::{Finding, Severity, Topic};
 use self::foundation::Foundation;
 pub use self::layers::{CapturedLayers, LayerDoubt};
 pub use self::links::{Cargo, LinkPlan, Per};
@@ -53,6 +54,7 @@ pub use self::report::{DraftSummary, REPORT_FORMAT, RankPlan, Report, ShardPlan,
 use self::samples::Reader;
 pub use self::samples::{Refusal, SampleBudget, SampleSurvey};
 pub use self::supply::{Speed, SpeedSource, SupplyPlan, Waiting};
+pub use self::units::{prefixed, size};
 pub(crate) use self::vocabulary::ENOUGH_COVERAGE;
 pub use self::vocabulary::VocabularySurvey;
 use crate::config::{ClusterConfig, Survey};
@@ -75,6 +77,8 @@ pub struct CheckOptions {
     pub machine: Machine,
     /// Floating-point operations per second of a rank; measured if it is not given.
     pub flops_per_s: Option<f64>,
+    /// Free room on the disk of the run directory; looked up if it is not given.
+    pub free_disk_bytes: Option<u64>,
     /// How many samples are read.
     pub samples: SampleBudget,
 }
@@ -85,8 +89,9 @@ impl CheckOptions {
         Self {
             machine: Machine::here(),
             flops_per_s: None,
+            free_disk_bytes: None,
             samples: SampleBudget {
-                rows: 512,
+                rows: 1024,
                 time: Duration::from_secs(5),
             },
         }
@@ -119,7 +124,7 @@ pub fn ready(survey: Survey, machine: Machine) -> Result<Ready, Vec<Finding>> {
     if is_planned(&survey) {
         let plan = Plan::new(&survey.config, &foundation, None);
         look_at_memory(&plan.hosts(machine), &mut findings);
-        if let Some(disk) = plan.disk() {
+        if let Some(disk) = plan.disk(None) {
             look_at_disk(&disk, &mut findings);
         }
     }
@@ -191,15 +196,17 @@ pub fn check(survey: &Survey, cluster: &str, options: &CheckOptions) -> Report {
         report.ranks = plan.ranks(options.machine);
         report.hosts = plan.hosts(options.machine);
         look_at_memory(&report.hosts, &mut findings);
-        report.disk = plan.disk();
+        report.disk = plan.disk(options.free_disk_bytes);
         if let Some(disk) = &report.disk {
             look_at_disk(disk, &mut findings);
         }
-        report.supply = plan.supply(options.machine, |rows, inputs, outputs| match options.flops_per_s {
-            Some(given) => Some(plan::Rates::given(given)),
-            None => ProductRates::measure(rows, inputs, outputs, CALIBRATION)
-                .ok()
-                .map(plan::Rates::measured),
+        report.supply = plan.supply(options.machine, |rows, inputs, outputs| {
+            match options.flops_per_s {
+                Some(given) => Some(plan::Rates::given(given)),
+                None => ProductRates::measure(rows, inputs, outputs, CALIBRATION)
+                    .ok()
+                    .map(plan::Rates::measured),
+            }
         });
         report.links = plan.links(report.supply.as_ref());
     }
@@ -288,7 +295,11 @@ fn look_at_samples(
     for (index, folder) in config.samples.watch.iter().enumerate() {
         // A folder that cannot be read has been told of.
         let found = coordinator::files_in(folder).unwrap_or_default();
-        files.extend(found.into_iter().map(|file| (format!("samples.watch[{index}]"), file)));
+        files.extend(
+            found
+                .into_iter()
+                .map(|file| (format!("samples.watch[{index}]"), file)),
+        );
     }
     let held_out = named("samples.held_out", &config.samples.held_out);
     let stop_ids = foundation
@@ -317,15 +328,24 @@ fn judge_samples(found: &SampleSurvey, foundation: &Foundation, findings: &mut F
     let waits = config.samples.is_open();
     if found.samples == 0 && (found.rows > 0 || !waits) && found.files > 0 {
         let why = first.map_or("they are empty".to_owned(), |refusal| refusal.first.clone());
-        let severity = if found.whole && !waits { Severity::Fatal } else { Severity::Problem };
+        let severity = if found.whole && !waits {
+            Severity::Fatal
+        } else {
+            Severity::Problem
+        };
         findings.add(
             severity,
             Topic::Samples,
             "samples.files",
-            format!("none of the first {} rows can be trained: {why}; name other files in samples.files", found.rows),
+            format!(
+                "none of the first {} rows can be trained: {why}; name other files in samples.files",
+                found.rows
+            ),
         );
     } else if refused as f64 > MANY_REFUSED * all as f64 {
-        let why = first.map_or(String::new(), |refusal| format!(", first of all {}", refusal.first));
+        let why = first.map_or(String::new(), |refusal| {
+            format!(", first of all {}", refusal.first)
+        });
         findings.add(
             Severity::Warning,
             Topic::Samples,

@@ -108,7 +108,11 @@ impl<'a> Plan<'a> {
 
     /// Captured states per token that a part of the verifier hands out.
     fn captured(&self, files: &ShardFiles, cost: &ShardCost) -> u64 {
-        let layers = self.foundation.verifier.as_ref().map_or(0, |verifier| verifier.layers);
+        let layers = self
+            .foundation
+            .verifier
+            .as_ref()
+            .map_or(0, |verifier| verifier.layers);
         let aux_layers = self.foundation.aux_layers.as_deref().unwrap_or_default();
         captured(files.shard, cost, aux_layers, layers)
     }
@@ -259,6 +263,11 @@ impl<'a> Plan<'a> {
         let mut hosts: BTreeMap<&str, Vec<Tenant>> = BTreeMap::new();
         for rank in &ranks {
             hosts.entry(&rank.host).or_default().push(Tenant {
+                role: if rank.shard.is_some() {
+                    Role::Verifier
+                } else {
+                    Role::Draft
+                },
                 parts: rank.memory.clone(),
                 mapping: rank.shard.map(|shard| (shard.stage, shard.slice)),
             });
@@ -267,13 +276,18 @@ impl<'a> Plan<'a> {
         hosts
             .into_iter()
             .map(|(host, tenants)| {
-                let coordinator = if host == "local" { coordinator_bytes(samples) } else { 0 };
+                let coordinator = if host == "local" {
+                    coordinator_bytes(samples)
+                } else {
+                    0
+                };
                 HostMemory::new(host, &tenants, coordinator, machine)
             })
             .collect()
     }
 
-    pub(super) fn disk(&self) -> Option<DiskPlan> {
+    /// What is written; `free_bytes` is the room there is, if it is not to be looked up.
+    pub(super) fn disk(&self, free_bytes: Option<u64>) -> Option<DiskPlan> {
         let (spec, parameters) = self.spec()?;
         let directory = &self.config.run.directory;
         let length = self.samples.map_or(Length::default(), |samples| Length {
@@ -283,7 +297,7 @@ impl<'a> Plan<'a> {
         });
         Some(DiskPlan {
             present_bytes: used_disk_bytes(directory),
-            free_bytes: free_disk_bytes(directory),
+            free_bytes: free_bytes.or_else(|| free_disk_bytes(directory)),
             ..DiskPlan::new(
                 DiskPlan::checkpoint_bytes(spec, parameters),
                 self.config.checkpoints.keep,
@@ -319,7 +333,11 @@ impl<'a> Plan<'a> {
                 source: rates.source,
             },
             SpeedSource::Measured => {
-                let threads: usize = config.ranks.iter().map(|rank| config.threads(rank, machine.cores)).sum();
+                let threads: usize = config
+                    .ranks
+                    .iter()
+                    .map(|rank| config.threads(rank, machine.cores))
+                    .sum();
                 // More threads than cores share them.
                 let share = (machine.cores as f64 / threads.max(1) as f64).min(1.0);
                 let fewest = |role| {
@@ -343,7 +361,10 @@ impl<'a> Plan<'a> {
             spec,
             steps: config.training.ttt_steps,
         };
-        let steps = self.samples.filter(|samples| samples.samples > 0).map(|samples| samples.steps);
+        let steps = self
+            .samples
+            .filter(|samples| samples.samples > 0)
+            .map(|samples| samples.steps);
         Some(SupplyPlan::new(speed, &self.load(), &verifier, &draft, steps))
     }
 
@@ -356,7 +377,11 @@ impl<'a> Plan<'a> {
         let replicas = (seats.len() as u64 / per_replica.max(1)).max(1);
         let tokens_per_s = supply.map(|supply| supply.tokens_per_s / replicas as f64);
         for seat in &seats {
-            links.extend(self.verifier_links(seat.index, tokens_per_s).into_iter().flatten());
+            links.extend(
+                self.verifier_links(seat.index, tokens_per_s)
+                    .into_iter()
+                    .flatten(),
+            );
         }
         let Some((_, parameters)) = self.spec() else {
             return links;
@@ -405,7 +430,9 @@ impl<'a> Plan<'a> {
             let bytes = captured * self.state_bytes()?;
             let mut hidden_states = link(Cargo::HiddenStates, "draft ranks".to_owned(), bytes);
             // All slices of a stage hold the same states; they take turns.
-            hidden_states.bytes_per_s = hidden_states.bytes_per_s.map(|bytes| bytes / f64::from(shard.slices));
+            hidden_states.bytes_per_s = hidden_states
+                .bytes_per_s
+                .map(|bytes| bytes / f64::from(shard.slices));
             links.push(hidden_states);
         }
         if !shard.is_last() {

@@ -153,12 +153,14 @@ impl<'a> Reader<'a> {
         held_out: &[(String, PathBuf)],
         rows: usize,
     ) -> (SampleSurvey, Vec<Unreadable>) {
-        let share = (rows / (files.len() + held_out.len()).max(1)).max(1);
+        // A quarter of the rows at most for what is held out; what that leaves is for the others.
+        let share = (rows / 4 / held_out.len().max(1)).max(1);
         for (key, file) in held_out {
             self.read_file(key, file, share, true);
         }
-        // What held-out files leave of the budget is not worth the care.
-        for (key, file) in files {
+        for (index, (key, file)) in files.iter().enumerate() {
+            let left = rows.saturating_sub(self.survey.rows as usize);
+            let share = (left / (files.len() - index)).max(1);
             self.read_file(key, file, share, false);
         }
         self.finish()
@@ -273,7 +275,11 @@ impl<'a> Reader<'a> {
 
     fn count(&mut self, sample: &Sample, place: &str) {
         let length = sample.tokens.len();
-        let first = sample.loss_mask.iter().position(|&mask| mask != 0).unwrap_or(length);
+        let first = sample
+            .loss_mask
+            .iter()
+            .position(|&mask| mask != 0)
+            .unwrap_or(length);
         let steps = self.config.training.ttt_steps;
         let window = self.config.draft.window().unwrap_or(usize::MAX);
         let survey = &mut self.survey;
@@ -332,8 +338,13 @@ impl<'a> Reader<'a> {
         survey.visible_tokens = share(sums.visible);
         let training = &self.config.training;
         let lanes = usize::from(self.config.rows_per_step());
-        let (steps, tokens_per_row) =
-            steps_of(&survey.lengths, lanes, training.tokens_per_row, training.passes, scale);
+        let (steps, tokens_per_row) = steps_of(
+            &survey.lengths,
+            lanes,
+            training.tokens_per_row,
+            training.passes,
+            scale,
+        );
         survey.steps = training.steps.map_or(steps, |limit| limit.min(steps));
         survey.tokens_per_row = tokens_per_row;
         (self.survey, self.unreadable)
@@ -350,7 +361,10 @@ fn steps_of(lengths: &[u32], lanes: usize, tokens_per_row: usize, passes: u32, s
     let counted_passes = (COUNTED_UNITS / per_pass).clamp(1, passes.max(1) as usize);
     let mut units: Vec<(Unit, u32)> = Vec::with_capacity(per_pass * counted_passes);
     for pass in 0..counted_passes as u32 {
-        let samples = (0..).map(SampleSeq).zip(lengths).filter(|(_, length)| fit(length));
+        let samples = (0..)
+            .map(SampleSeq)
+            .zip(lengths)
+            .filter(|(_, length)| fit(length));
         units.extend(samples.map(|(sample, &length)| (Unit { pass, sample }, length)));
     }
     let tokens: u64 = units.iter().map(|(_, length)| u64::from(*length)).sum();
@@ -404,7 +418,10 @@ mod tests {
         assert_eq!(unreadable, []);
         let shorten = |text: &mut String| *text = text.replace(&format!("{}/", folder.path().display()), "");
         shorten(&mut survey.longest_place);
-        survey.refused.iter_mut().for_each(|refusal| shorten(&mut refusal.first));
+        survey
+            .refused
+            .iter_mut()
+            .for_each(|refusal| shorten(&mut refusal.first));
         survey
     }
 
@@ -418,27 +435,53 @@ mod tests {
             "no".to_owned(),
         ];
         let found = survey(&lines, |_| {});
-        assert_eq!((found.rows, found.samples, found.truncated, found.whole), (5, 2, 1, true));
+        assert_eq!(
+            (found.rows, found.samples, found.truncated, found.whole),
+            (5, 2, 1, true)
+        );
         assert_eq!(found.longest_place, "chats.jsonl:3");
         assert!(found.longest_tokens > 64, "{found:?}");
         assert!(found.tokens > 64 && found.trained_tokens < found.tokens);
-        let counted: Vec<_> = found.refused.iter().map(|refusal| (refusal.reason, refusal.count)).collect();
+        let counted: Vec<_> = found
+            .refused
+            .iter()
+            .map(|refusal| (refusal.reason, refusal.count))
+            .collect();
         assert_eq!(counted, [("not JSON", 2), ("empty", 1)]);
-        assert!(found.refused[0].first.starts_with("chats.jsonl:2: the row is no whole JSON"));
+        assert!(
+            found.refused[0]
+                .first
+                .starts_with("chats.jsonl:2: the row is no whole JSON")
+        );
         // The cut sample has lost its end.
         assert_eq!(found.stopped, 1);
-        assert_eq!((found.estimated_samples, found.estimated_tokens), (2, found.tokens));
+        assert_eq!(
+            (found.estimated_samples, found.estimated_tokens),
+            (2, found.tokens)
+        );
         assert_eq!(found.steps, 2);
 
-        let found = survey(&lines, |config| config.samples.too_long = crate::config::TooLong::Quarantine);
+        let found = survey(&lines, |config| {
+            config.samples.too_long = crate::config::TooLong::Quarantine
+        });
         assert_eq!((found.samples, found.truncated), (1, 0));
-        assert!(found.refused.iter().any(|refusal| refusal.reason == "longer than a row"));
+        assert!(
+            found
+                .refused
+                .iter()
+                .any(|refusal| refusal.reason == "longer than a row")
+        );
     }
 
     #[test]
     fn what_is_held_out_is_not_trained() {
-        let lines: Vec<_> = (0..10).map(|n| chat(&format!("What is {n}?"), "A number.")).collect();
-        let found = survey(&lines, |config| config.samples.held_out_every = 5);
+        let lines: Vec<_> = (0..10)
+            .map(|n| chat(&format!("What is {n}?"), "A number."))
+            .collect();
+        let found = survey(&lines, |config| {
+            config.samples.held_out_every = 5;
+            config.training.max_new_tokens = 4;
+        });
         assert_eq!((found.samples, found.held_out_prompts), (8, 2));
     }
 
@@ -446,7 +489,9 @@ mod tests {
     fn files_that_were_read_in_part_are_extrapolated() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let file = folder.path().join("chats.jsonl");
-        let lines: Vec<_> = (0..100).map(|n| chat(&format!("What is {}?", n % 10), "A number.")).collect();
+        let lines: Vec<_> = (0..100)
+            .map(|n| chat(&format!("What is {}?", n % 10), "A number."))
+            .collect();
         fs::write(&file, lines.join("\n")).expect("writable");
         let config = ClusterConfig::default();
         let tokenizer = ChatTokenizer::load(Path::new(VERIFIER)).expect("the demo verifier's");
@@ -456,6 +501,7 @@ mod tests {
             ("samples.files[1]".to_owned(), missing),
         ];
         let (found, unreadable) = Reader::new(&config, &tokenizer, &[], BUDGET).read(&files, &[], 20);
+        // Half of the rows for each file.
         assert_eq!((found.rows, found.whole), (10, false));
         assert_eq!(found.estimated_samples, 100);
         assert_eq!(unreadable.len(), 1);
@@ -484,6 +530,9 @@ mod tests {
         let active = positions - (prompt - 1 - 2);
         let share = active as f64 / positions as f64;
         assert!((found.active_share - share).abs() < 1e-12, "{found:?}");
-        assert!((found.visible_tokens - (positions + 1) as f64 / 2.0).abs() < 1e-12, "{found:?}");
+        assert!(
+            (found.visible_tokens - (positions + 1) as f64 / 2.0).abs() < 1e-12,
+            "{found:?}"
+        );
     }
 }

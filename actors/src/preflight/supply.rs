@@ -151,7 +151,9 @@ impl SupplyPlan {
     pub fn advice(&self) -> Option<&'static str> {
         match self.waiting {
             Waiting::Neither => None,
-            Waiting::Verifier => Some("give draft ranks more threads, or add one (training.rows_per_step of them can work)"),
+            Waiting::Verifier => {
+                Some("give draft ranks more threads, or add one (training.rows_per_step of them can work)")
+            }
             Waiting::Draft => Some("give verifier ranks more threads, or add one"),
         }
     }
@@ -243,7 +245,10 @@ mod tests {
     #[test]
     fn rows_that_do_not_divide_keep_ranks_waiting_for_one() {
         // Three ranks over four rows are no faster than two.
-        assert_eq!(plan(500.0, 3, 1e6).draft_tokens_per_s, plan(500.0, 2, 1e6).draft_tokens_per_s);
+        assert_eq!(
+            plan(500.0, 3, 1e6).draft_tokens_per_s,
+            plan(500.0, 2, 1e6).draft_tokens_per_s
+        );
         assert!(plan(500.0, 4, 1e6).draft_tokens_per_s > plan(500.0, 3, 1e6).draft_tokens_per_s);
     }
 
@@ -252,7 +257,11 @@ mod tests {
         let per_token = row_flops() / 100.0;
         let slow_verifier = plan(1e6, 2, 1e6 * per_token);
         assert_eq!(slow_verifier.waiting, Waiting::Draft);
-        assert!(slow_verifier.advice().is_some_and(|advice| advice.contains("verifier ranks")));
+        assert!(
+            slow_verifier
+                .advice()
+                .is_some_and(|advice| advice.contains("verifier ranks"))
+        );
         let slow_draft = plan(0.001, 2, 1.0);
         assert_eq!(slow_draft.waiting, Waiting::Verifier);
         assert!(slow_draft.idle_share > 0.99);

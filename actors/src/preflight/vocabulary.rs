@@ -71,21 +71,30 @@ mod tests {
 
     fn counts(tokens: &[(u32, u64)]) -> TokenCounts {
         let mut counts = TokenCounts::new();
-        tokens.iter().for_each(|&(token, count)| counts.add_token(token, count));
+        tokens
+            .iter()
+            .for_each(|&(token, count)| counts.add_token(token, count));
         counts
     }
 
     #[test]
     fn coverage_is_that_of_the_most_frequent_tokens() {
         let halves = [counts(&[(5, 6), (7, 2)]), counts(&[(5, 1), (9, 1)])];
-        let found = VocabularySurvey::new(&halves, 2, 20).expect("it fits").expect("something is trained");
+        let found = VocabularySurvey::new(&halves, 2, 20)
+            .expect("it fits")
+            .expect("something is trained");
         // 5 and 7 are kept: 9 of 10. Of the second half the first half's vocabulary knows one of two.
         assert_eq!((found.coverage, found.unseen_coverage), (0.9, Some(0.5)));
         assert_eq!((found.trained_tokens, found.distinct_tokens), (10, 3));
         assert_eq!(found.doubt(), None);
-        let small = VocabularySurvey::new(&halves, 1, 20).expect("it fits").expect("something is trained");
+        let small = VocabularySurvey::new(&halves, 1, 20)
+            .expect("it fits")
+            .expect("something is trained");
         let doubt = small.doubt().expect("7 of 10 is too little");
-        assert!(doubt.contains("70.0 %") && doubt.contains("raise draft.vocab_size"), "{doubt}");
+        assert!(
+            doubt.contains("70.0 %") && doubt.contains("raise draft.vocab_size"),
+            "{doubt}"
+        );
     }
 
     #[test]
@@ -94,7 +103,9 @@ mod tests {
         assert_eq!(VocabularySurvey::new(&nothing, 2, 20), Ok(None));
         let halves = [counts(&[(5, 1)]), TokenCounts::new()];
         assert!(VocabularySurvey::new(&halves, 21, 20).is_err());
-        let one = VocabularySurvey::new(&halves, 2, 20).expect("it fits").expect("one token");
+        let one = VocabularySurvey::new(&halves, 2, 20)
+            .expect("it fits")
+            .expect("one token");
         assert_eq!(one.unseen_coverage, None);
     }
 }

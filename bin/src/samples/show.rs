@@ -9,9 +9,7 @@ use eaglet_actors::config::ClusterConfig;
 use eaglet_actors::journal::{self, SampleBook, SampleSource};
 use eaglet_runtime::ids::SampleSeq;
 use eaglet_runtime::row::Sample;
-use eaglet_runtime::samples::{
-    ChatTokenizer, SampleStore, Source, SourceOptions, explain, samples_of,
-};
+use eaglet_runtime::samples::{ChatTokenizer, SampleStore, Source, SourceOptions, explain, samples_of};
 
 use super::{resolved_config, visible};
 

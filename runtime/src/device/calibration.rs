@@ -49,7 +49,10 @@ impl ProductRates {
         let mut rate = |product: &mut (dyn FnMut(MatrixMut<'_>, Matrix<'_>) + Send)| {
             let shortest = device.install(|| {
                 shortest(budget / 2, || {
-                    product(MatrixMut::new(&mut y, rows, outputs), Matrix::new(&x, rows, inputs));
+                    product(
+                        MatrixMut::new(&mut y, rows, outputs),
+                        Matrix::new(&x, rows, inputs),
+                    );
                 })
             });
             flops / shortest.as_secs_f64()

@@ -161,7 +161,10 @@ mod tests {
     fn a_whole_llama_is_counted_by_hand() {
         let cost = llama().shard_cost(Shard::WHOLE, 10);
         // Two streams of 16; q 16, k 8, v 8, attended 16, 4 softmax statistics; three inner products of 40.
-        assert_eq!(cost.activation_bytes_per_token, 4 * (32 + 16 + 8 + 8 + 16 + 4 + 120));
+        assert_eq!(
+            cost.activation_bytes_per_token,
+            4 * (32 + 16 + 8 + 8 + 16 + 4 + 120)
+        );
         assert_eq!(cost.cache_bytes_per_token, 4 * 3 * (8 + 8));
         assert_eq!(cost.logit_bytes_per_prompt, 400);
         // q and o 16·16 each, k and v 16·8 each, MLP 3·16·40; scores and values 2·4·(4 + 4)·10.
@@ -174,7 +177,9 @@ mod tests {
     fn stages_share_the_work_and_slices_cut_it() {
         let config = llama();
         let whole = config.shard_cost(Shard::WHOLE, 10);
-        let stages: Vec<ShardCost> = (0..3).map(|n| config.shard_cost(Shard::nth(n, 3, 1), 10)).collect();
+        let stages: Vec<ShardCost> = (0..3)
+            .map(|n| config.shard_cost(Shard::nth(n, 3, 1), 10))
+            .collect();
         let flops: f64 = stages.iter().map(|stage| stage.flops_per_token).sum();
         assert_eq!(flops, whole.flops_per_token);
         let logits: Vec<u64> = stages.iter().map(|stage| stage.logit_bytes_per_prompt).collect();
@@ -185,7 +190,10 @@ mod tests {
         assert_eq!(slice.flops_per_token, whole.flops_per_token / 2.0);
         assert_eq!(slice.cache_bytes_per_token, whole.cache_bytes_per_token / 2);
         // What a slice has is summed before it is added: one stream more, and half of the rest.
-        assert_eq!(slice.activation_bytes_per_token, 4 * (48 + (16 + 8 + 8 + 16 + 4 + 120) / 2));
+        assert_eq!(
+            slice.activation_bytes_per_token,
+            4 * (48 + (16 + 8 + 8 + 16 + 4 + 120) / 2)
+        );
         assert_eq!(slice.logit_bytes_per_prompt, 200);
     }
 
