@@ -6,7 +6,7 @@ use eaglet_runtime::digest::Digest;
 use eaglet_runtime::draft::{DraftSpec, TrainingSpec};
 use eaglet_runtime::optimizer::AdamWSpec;
 use eaglet_runtime::samples::{ChatTokenizer, TokenizerError};
-use eaglet_runtime::verifier::{Shard, VerifierConfig, VerifierError, VerifierFiles};
+use eaglet_runtime::verifier::{VerifierConfig, VerifierError, VerifierFiles};
 
 use serde_json::Value;
 
@@ -294,7 +294,7 @@ pub fn settings(config: &ClusterConfig, contract: Contract) -> Settings {
 }
 
 /// Far enough ahead that every stage of every verifier has a row, and one waits behind them.
-fn prefetch_steps(config: &ClusterConfig) -> u64 {
+pub(crate) fn prefetch_steps(config: &ClusterConfig) -> u64 {
     let replicas = config.verifier_seats().len() as u64 / u64::from(config.verifier.shards().max(1));
     let rows = replicas * (u64::from(config.verifier.pipeline) + 1);
     // The rows of the step that is trained are at the draft already.

@@ -3,16 +3,16 @@
 use std::io::Write;
 
 use anyhow::Result;
-use eaglet_actors::config::{self, ClusterConfig};
 use eaglet_actors::preflight::{
     self, Cargo, CheckOptions, DiskPlan, HostMemory, LinkPlan, Machine, Per, RankPlan, Report, SampleBudget,
-    SampleSurvey, SpeedSource, SupplyPlan, Use, VocabularySurvey, Waiting, prefixed, size,
+    SampleSurvey, SideSpeed, SpeedSource, SupplyPlan, Use, VocabularySurvey, Waiting, prefixed, size,
 };
 
 use crate::cli::{CheckArgs, Exit};
 use crate::live::format::{duration, grouped, short};
 use crate::samples::{print, visible};
 use crate::table::Table;
+use crate::{extract, run};
 
 /// Reasons for refusal that are shown.
 const SHOWN_REASONS: usize = 4;
@@ -22,7 +22,10 @@ const SHOWN_REASONS: usize = 4;
 /// # Errors
 /// If stdout cannot be written to.
 pub(crate) fn command(arguments: &CheckArgs) -> Result<Exit> {
-    let survey = ClusterConfig::survey(&arguments.cluster, config::environment(), &arguments.sets);
+    let survey = match &arguments.extract {
+        Some(out) => extract::survey(&arguments.cluster, &arguments.sets, out),
+        None => run::survey(&arguments.cluster, &arguments.sets),
+    };
     let mut options = CheckOptions::here();
     if let Some(bytes) = arguments.memory {
         options.machine = Machine::here().with_memory(bytes);
@@ -186,6 +189,8 @@ fn ranks(ranks: &[RankPlan], out: &mut dyn Write) -> Result<()> {
     .align_right(&[2, 3, 4, 5, 6, 7, 8, 9, 10]);
     for rank in ranks {
         let holds = match &rank.shard {
+            None if rank.parameters == 0 && rank.seat.starts_with("draft") => "files to write".to_owned(),
+            None if rank.parameters == 0 => "files to read".to_owned(),
             None => "the draft".to_owned(),
             Some(shard) if shard.stages * shard.slices == 1 => "the verifier".to_owned(),
             Some(shard) => {
@@ -272,11 +277,17 @@ fn disk_line(disk: &DiskPlan) -> String {
         0 => String::new(),
         bytes => format!(", {} of it there already", size(bytes)),
     };
+    let states = match disk.hidden_state_bytes {
+        0 => String::new(),
+        bytes => format!("hidden states {}, ", size(bytes)),
+    };
+    let checkpoints = match disk.checkpoint_bytes {
+        0 => String::new(),
+        bytes => format!("{} checkpoints of {}, ", disk.checkpoints, size(bytes)),
+    };
     format!(
-        "{}{present}: {} checkpoints of {}, samples {}, journal and logs {}; {free}",
+        "{}{present}: {states}{checkpoints}samples {}, journal and logs {}; {free}",
         size(disk.total_bytes),
-        disk.checkpoints,
-        size(disk.checkpoint_bytes),
         size(disk.sample_bytes),
         size(disk.journal_bytes)
     )
@@ -359,16 +370,24 @@ fn supply_lines(supply: &SupplyPlan) -> Vec<String> {
     let advice = supply
         .advice()
         .map_or(String::new(), |advice| format!(": {advice}"));
-    let mut lines = vec![
-        format!(
-            "at most {} tokens/s are extracted ({}FLOP each) and {} tokens/s trained ({}FLOP each), by {source}",
-            short(supply.verifier_tokens_per_s),
-            prefixed(supply.verifier_flops_per_token),
-            short(supply.draft_tokens_per_s),
-            prefixed(supply.draft_flops_per_token),
-        ),
-        format!("{waiting}{advice}"),
+    let part = |side: &Option<SideSpeed>, what: &str| {
+        side.map(|side| {
+            let speed = short(side.tokens_per_s);
+            format!(
+                "{speed} tokens/s are {what} ({}FLOP each)",
+                prefixed(side.flops_per_token)
+            )
+        })
+    };
+    let sides = [
+        part(&supply.verifier, "extracted"),
+        part(&supply.draft, "trained"),
     ];
+    let sides: Vec<String> = sides.into_iter().flatten().collect();
+    let mut lines = vec![format!("at most {}, by {source}", sides.join(" and "))];
+    if sides.len() == 2 {
+        lines.push(format!("{waiting}{advice}"));
+    }
     if let (Some(steps), Some(seconds)) = (supply.steps, supply.duration_s) {
         lines.push(format!(
             "{} steps take {} at least, {:.2} steps/s",

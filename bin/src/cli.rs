@@ -70,6 +70,9 @@ pub(crate) struct CheckArgs {
     /// Override a key of the cluster file; may be repeated.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     pub(crate) sets: Vec<String>,
+    /// Check an `eaglet extract` to this folder instead of a training run.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) extract: Option<PathBuf>,
     /// Print one JSON document.
     #[arg(long)]
     pub(crate) json: bool,

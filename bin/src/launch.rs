@@ -4,7 +4,7 @@ use std::io::{self, IsTerminal, Write};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use eaglet_actors::config::{self, ClusterConfig};
+use eaglet_actors::config::Survey;
 use eaglet_actors::coordinator::{self, LaunchOptions, Launched, TOKEN_VARIABLE};
 use eaglet_actors::engine::Outcome;
 use eaglet_actors::preflight::{self, Machine, Ready};
@@ -23,9 +23,8 @@ const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 ///
 /// # Errors
 /// If the process cannot log, or has no threads or signals to work with.
-pub(crate) fn launch(arguments: &LaunchArgs) -> Result<Exit> {
+pub(crate) fn launch(arguments: &LaunchArgs, survey: Survey) -> Result<Exit> {
     let is_live = !arguments.plain && io::stdout().is_terminal();
-    let survey = ClusterConfig::survey(&arguments.cluster, config::environment(), &arguments.sets);
     let ready = match preflight::ready(survey, Machine::here()) {
         Ok(ready) => ready,
         Err(findings) => {

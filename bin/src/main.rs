@@ -18,13 +18,21 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::Parser;
 
-use cli::{BenchCommand, Cli, Command, Exit, PictureArgs, RecoveryArgs};
+use cli::{BenchCommand, Cli, Command, Exit, ExtractArgs, PictureArgs, RecoveryArgs};
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Check(arguments) => check::command(&arguments),
-        Command::Launch(arguments) => launch::launch(&arguments),
-        Command::Extract(arguments) => launch::survey_and_launch_extract(&arguments),
+        Command::Launch(arguments) => {
+            launch::launch(&arguments, run::survey(&arguments.cluster, &arguments.sets))
+        }
+        Command::Extract(ExtractArgs {
+            launch: arguments,
+            out,
+        }) => {
+            let survey = extract::survey(&arguments.cluster, &arguments.sets, &out);
+            launch::launch(&arguments, survey)
+        }
         Command::Rank(arguments) => launch::occupy(&arguments),
         Command::Bench(BenchCommand::Recovery(arguments)) => bench_recovery(&arguments),
         Command::Ranks(command) => ranks::command(&command),

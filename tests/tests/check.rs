@@ -2,60 +2,14 @@
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 
-use eaglet_tests::{Cluster, eaglet, kimi, repository};
+use eaglet_tests::report::{BAD_INPUT, check, findings, is_told, report, text};
+use eaglet_tests::{Cluster, eaglet, repository};
 use serde_json::{Value, json};
-
-/// Exit code of a check that found a problem.
-const BAD_INPUT: i32 = 2;
 
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir().expect("a temporary folder")
-}
-
-/// Checks a cluster file.
-fn check(cluster: &Path, arguments: &[&str]) -> Output {
-    Command::new(eaglet())
-        .arg("check")
-        .arg(cluster)
-        .args(arguments)
-        .output()
-        .expect("eaglet can be started")
-}
-
-fn text(output: &Output) -> String {
-    assert!(
-        output.stderr.is_empty(),
-        "{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    String::from_utf8(output.stdout.clone()).expect("texts only")
-}
-
-/// The JSON report of a cluster.
-fn report(cluster: &Path, arguments: &[&str]) -> (Option<i32>, Value) {
-    let output = check(cluster, &[arguments, &["--json"]].concat());
-    let text = text(&output);
-    let value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
-    (output.status.code(), value)
-}
-
-/// Findings of a kind, as `topic: place: message`.
-fn findings(report: &Value, kind: &str) -> Vec<String> {
-    let list = report[kind].as_array().expect("a list");
-    list.iter()
-        .map(|finding| {
-            let part = |name: &str| finding[name].as_str().expect("a text").to_owned();
-            format!("{}: {}: {}", part("topic"), part("place"), part("message"))
-        })
-        .collect()
-}
-
-/// Asserts that some finding holds all of some words.
-fn is_told(found: &[String], words: &[&str]) {
-    let holds = |finding: &String| words.iter().all(|word| finding.contains(word));
-    assert!(found.iter().any(holds), "{words:?} are not told: {found:#?}");
 }
 
 fn quoted(path: &Path) -> String {
@@ -411,219 +365,72 @@ fn warnings_are_no_problems_unless_they_are_asked_to_be() {
     assert!(text(&strict).contains("--strict asks for no warnings"));
 }
 
-/// A host that is not this one: 1.5 TB of memory, 1 TB of free disk, ranks that do 40 TFLOP/s.
-const PLANNED: &[&str] = &["--memory", "1.5TB", "--disk", "1TB", "--flops", "4e13"];
-
-/// Kimi-K2.5 without its weights, and a cluster file for it.
-struct Kimi {
-    folder: tempfile::TempDir,
-}
-
-impl Kimi {
-    fn new() -> Self {
-        let folder = folder();
-        let verifier = folder.path().join("kimi-k2.5");
-        std::fs::create_dir(&verifier).expect("the temporary folder is writable");
-        let demo = repository().join("bin/demo");
-        kimi::write(&verifier, &demo.join("verifier"));
-        for name in ["chats.jsonl", "held_out.jsonl"] {
-            std::fs::copy(demo.join(name), folder.path().join(name)).expect("the demo's chats");
-        }
-        let mut cluster = String::from(
-            r#"[run]
-name = "kimi"
-
-[verifier]
-path = "kimi-k2.5"
-pipeline = 8
-
-[draft]
-vocab_size = 32000
-intermediate_size = 12288
-norm_before_fc = false
-
-[training]
-tokens_per_row = 2048
-rows_per_step = 2
-
-[samples]
-files = ["chats.jsonl"]
-held_out = ["held_out.jsonl"]
-"#,
-        );
-        for _ in 0..8 {
-            cluster.push_str("\n[[ranks]]\nrole = \"verifier\"\nthreads = 8\n");
-        }
-        for _ in 0..2 {
-            cluster.push_str("\n[[ranks]]\nrole = \"draft\"\nthreads = 8\n");
-        }
-        std::fs::write(folder.path().join("cluster.toml"), cluster).expect("writable");
-        Self { folder }
-    }
-
-    fn cluster(&self) -> PathBuf {
-        self.folder.path().join("cluster.toml")
-    }
-
-    fn verifier(&self) -> PathBuf {
-        self.folder.path().join("kimi-k2.5")
-    }
-
-    /// The report for that host.
-    fn report(&self, sets: &[&str]) -> (Option<i32>, Value) {
-        let mut arguments = PLANNED.to_vec();
-        for set in sets {
-            arguments.extend(["--set", set]);
-        }
-        report(&self.cluster(), &arguments)
-    }
-}
-
 #[test]
-fn kimi_is_planned_over_eight_ranks_and_what_is_wrong_with_it_is_named() {
-    let kimi = Kimi::new();
-
-    // All is well.
-    let (code, report) = kimi.report(&[]);
-    assert_eq!(findings(&report, "problems"), Vec::<String>::new());
-    assert_eq!(code, Some(0));
-    // 60 layers of 384 experts, 3·7168·2048 each, and the rest in bf16.
-    let verifier = &report["verifier"];
-    let experts = 60_u64 * 384 * 3 * 7168 * 2048;
-    let attention = 7168 * 1536 + 1536 * 64 * 192 + 7168 * 576 + 512 * 64 * 256 + 64 * 128 * 7168;
-    let norms = 2 * 7168 + 1536 + 512;
-    let rest = 61 * (attention + norms)
-        + 60 * (3 * 7168 * 2048 + 384 * 7168 + 384)
-        + 3 * 7168 * 18432
-        + 2 * 163_840 * 7168
-        + 7168;
-    assert_eq!(verifier["parameters"], experts + rest);
-    // Half a byte each, a scale of two bytes for 32; the router's bias is f32.
-    let bytes = experts / 2 + experts / 32 * 2 + 2 * rest + 2 * 60 * 384;
-    assert_eq!(verifier["bytes"], bytes);
-    assert!((590e9..600e9).contains(&(bytes as f64)), "{bytes}");
-    assert_eq!(report["draft"]["parameters"], 829_452_288);
-    assert_eq!(report["layers"]["input_of"], json!([2, 30, 58]));
-    assert_eq!(report["layers"]["output_of"], json!([1, 29, 57]));
-    assert_eq!(report["layers"]["last"], 61);
-    let ranks = report["ranks"].as_array().expect("a list");
-    assert_eq!(ranks.len(), 10);
-    let stages: Vec<_> = ranks.iter().take(8).map(|rank| &rank["shard"]).collect();
-    let mut next = 0;
-    for (index, stage) in stages.iter().enumerate() {
-        assert_eq!((&stage["stage"], &stage["stages"]), (&json!(index), &json!(8)));
-        assert_eq!(stage["first_layer"], next);
-        next = stage["end_layer"].as_u64().expect("a number");
-    }
-    assert_eq!(next, 61);
-    let held: u64 = ranks
-        .iter()
-        .take(8)
-        .filter_map(|rank| rank["parameters"].as_u64())
-        .sum();
-    assert_eq!(held, experts + rest);
-    for rank in ranks.iter().take(8) {
-        let memory = rank["memory_bytes"].as_u64().expect("a number") as f64;
-        assert!((50e9..100e9).contains(&memory), "{rank:#}");
-    }
-    // 57,344 bytes a token in all: three stages hand out a state, the last one two.
-    let links = report["links"].as_array().expect("a list");
-    let of = |cargo: &'static str| links.iter().filter(move |link| link["cargo"] == cargo);
-    let hidden: u64 = of("hidden_states")
-        .filter_map(|link| link["bytes"].as_u64())
-        .sum();
-    assert_eq!(hidden, 4 * 7168 * 2);
-    assert_eq!(of("residual").count(), 7);
-    assert!(of("residual").all(|link| link["bytes"] == 4 * 7168));
-    assert_eq!(report["disk"]["checkpoint_bytes"], 14_419_959_808_u64);
-
-    golden(&kimi);
-
-    // On a machine with less memory than the weights take.
-    let (code, small) = self::report(
-        &kimi.cluster(),
-        &["--memory", "512GB", "--disk", "1TB", "--flops", "4e13"],
+fn an_extraction_is_checked_by_what_it_writes() {
+    let folder = folder();
+    let out = folder.path().join("states").display().to_string();
+    let (code, report) = report(&demo(), &["--extract", &out, "--flops", "1e9"]);
+    assert_eq!(code, Some(0), "{report:#}");
+    assert_eq!(report["draft"], Value::Null);
+    // 480 samples, 1,024 bytes of states for each of their tokens.
+    let tokens = report["samples"]["estimated_tokens"].as_u64().expect("a number");
+    assert_eq!(report["disk"]["hidden_state_bytes"], 1024 * tokens);
+    assert_eq!(report["disk"]["checkpoint_bytes"], 0);
+    assert_eq!(
+        (&report["supply"]["draft"], &report["supply"]["waiting"]),
+        (&Value::Null, &json!("neither"))
     );
-    assert_eq!(code, Some(BAD_INPUT));
-    is_told(
-        &findings(&small, "problems"),
-        &[
-            "memory: ",
-            "weights of verifier ranks take most of it",
-            "it has 512 GB",
-        ],
+    assert!(
+        report["supply"]["duration_s"]
+            .as_f64()
+            .is_some_and(|seconds| seconds > 0.0)
     );
-
-    // The ids of the other convention.
-    let (code, other) = kimi.report(&["verifier.aux_layers=[1, 29, 57]"]);
-    assert_eq!(code, Some(0));
-    is_told(
-        &findings(&other, "warnings"),
-        &[
-            "layers: --set verifier.aux_layers",
-            "[1, 29, 57]",
-            "write [2, 30, 58]",
-        ],
-    );
-
-    // One shard is missing: only that is told, and the rest is still planned.
-    let missing = kimi.verifier().join(kimi::shard_name(31));
-    let held = missing.with_extension("away");
-    std::fs::rename(&missing, &held).expect("it can be moved");
-    let (code, broken) = kimi.report(&[]);
-    assert_eq!(code, Some(BAD_INPUT));
-    let problems = findings(&broken, "problems");
-    assert_eq!(problems.len(), 1, "{problems:#?}");
-    is_told(
-        &problems,
-        &[
-            "verifier: ",
-            "cluster.toml:5: ",
-            &kimi::shard_name(31),
-            "download",
-        ],
-    );
-    let lost: u64 = broken["ranks"]
+    let cargo: Vec<_> = report["links"]
         .as_array()
         .expect("a list")
         .iter()
-        .filter_map(|rank| rank["missing_tensors"].as_u64())
-        .sum();
-    // Each packed matrix, its scales are not looked for; and what is not packed.
-    assert!(lost >= 384 * 3, "{lost}");
-    std::fs::rename(&held, &missing).expect("it can be moved");
+        .map(|link| &link["cargo"])
+        .collect();
+    assert_eq!(cargo, ["hidden_states"]);
+    assert!(!folder.path().join("states").exists());
 
-    // One tensor has another shape, another one is not there.
-    let changed = kimi.verifier().join(kimi::shard_name(12));
-    let mut tensors = kimi::shard(12);
-    let name = "language_model.model.layers.11.self_attn.kv_b_proj.weight";
-    let (_, shape) = tensors.get_mut(name).expect("it has one");
-    shape.swap(0, 1);
-    kimi::write_shard(&changed, &tensors);
-    let (code, broken) = kimi.report(&[]);
+    let (code, small) = self::report(&demo(), &["--extract", &out, "--disk", "1MB"]);
     assert_eq!(code, Some(BAD_INPUT));
-    let problems = findings(&broken, "problems");
-    assert_eq!(problems.len(), 1, "{problems:#?}");
-    is_told(&problems, &["tensors: ", name, "[512, 16384]", "[16384, 512]"]);
-    tensors.remove(name);
-    kimi::write_shard(&changed, &tensors);
-    let (_, broken) = kimi.report(&[]);
     is_told(
-        &findings(&broken, "problems"),
-        &["verifier: ", name, &kimi::shard_name(12)],
+        &findings(&small, "problems"),
+        &["disk: ", "hidden states", "extract fewer samples"],
     );
 }
 
-/// Compares the report for people with the one that is kept in the repository.
-fn golden(kimi: &Kimi) {
-    let output = check(&kimi.cluster(), PLANNED);
-    let shown = text(&output).replace(&format!("{}/", kimi.folder.path().display()), "");
-    let file = repository().join("tests/golden/check/kimi.txt");
-    let kept = std::fs::read_to_string(&file).unwrap_or_default();
-    assert_eq!(
-        shown,
-        kept,
-        "{} holds another report; if this one is right, keep it:\n{shown}",
-        file.display()
+#[test]
+fn hidden_states_of_another_contract_are_told() {
+    let folder = folder();
+    let states = folder.path().join("states");
+    std::fs::create_dir(&states).expect("the temporary folder is writable");
+    let directory = run_directory(folder.path());
+    let key = format!("samples.hidden_states={}", quoted(&states));
+    let sets = ["--set", &directory, "--set", &key, "--set", "samples.held_out=[]"];
+    let (code, empty) = report(&demo(), &sets);
+    assert_eq!(code, Some(BAD_INPUT));
+    is_told(
+        &findings(&empty, "problems"),
+        &["hidden-states: ", "--set samples.hidden_states", "states"],
     );
+
+    std::fs::write(states.join("hs_0.safetensors"), "").expect("writable");
+    let digest = "0".repeat(32);
+    let contract = json!({
+        "written_by": "eaglet 0", "verifier": digest, "aux_layers": [2, 4, 5], "layer_convention": "input",
+        "last_state": "before the final norm", "hidden_size": 128, "dtype": "bf16", "tokenizer": digest, "template": digest
+    });
+    std::fs::write(states.join("contract.json"), contract.to_string()).expect("writable");
+    let (code, other) = report(&demo(), &sets);
+    assert_eq!(code, Some(BAD_INPUT));
+    is_told(
+        &findings(&other, "problems"),
+        &["hidden-states: ", "verifier is "],
+    );
+    // Nobody computes hidden states, so nobody holds weights of the verifier.
+    assert_eq!(other["ranks"][0]["parameters"], 0);
+    assert_eq!(other["supply"]["verifier"], Value::Null);
 }

@@ -21,6 +21,8 @@ pub struct DiskPlan {
     pub checkpoint_bytes: u64,
     /// Checkpoints on disk at most, the one that is being written included.
     pub checkpoints: u64,
+    /// Hidden states that an extraction writes, in all.
+    pub hidden_state_bytes: u64,
     /// Samples as they are stored, in all.
     pub sample_bytes: u64,
     /// Journal, metrics and logs, in all.
@@ -61,20 +63,27 @@ impl DiskPlan {
         served + maps + state_bytes(parameters)
     }
 
-    /// What a run writes that keeps `keep` checkpoints.
-    pub(crate) fn new(checkpoint_bytes: u64, keep: usize, length: Length) -> Self {
+    /// What a run writes that keeps `keep` checkpoints, and hidden states of so many bytes a token.
+    pub(crate) fn new(
+        checkpoint_bytes: u64,
+        keep: usize,
+        hidden_bytes_per_token: u64,
+        length: Length,
+    ) -> Self {
         // The one before stays until the journal knows the new one.
         let checkpoints = keep.max(2) as u64 + 1;
         // As the sample store writes them: a head, four bytes a token and a bit of mask.
         let sample_bytes = length.samples * 12 + length.tokens * 4 + length.tokens.div_ceil(8);
         let journal_bytes =
             length.steps * (JOURNAL_STEP_BYTES + LOG_STEP_BYTES) + length.samples * JOURNAL_SAMPLE_BYTES;
+        let hidden_state_bytes = length.tokens * hidden_bytes_per_token;
         Self {
             checkpoint_bytes,
             checkpoints,
+            hidden_state_bytes,
             sample_bytes,
             journal_bytes,
-            total_bytes: checkpoint_bytes * checkpoints + sample_bytes + journal_bytes,
+            total_bytes: checkpoint_bytes * checkpoints + hidden_state_bytes + sample_bytes + journal_bytes,
             present_bytes: 0,
             free_bytes: None,
         }
@@ -90,6 +99,15 @@ impl DiskPlan {
     /// What is wrong, if there is too little room.
     pub(crate) fn shortage(&self) -> Option<String> {
         let free = self.free_bytes.filter(|&free| free < self.missing_bytes())?;
+        if self.hidden_state_bytes > self.checkpoint_bytes * self.checkpoints {
+            return Some(format!(
+                "the extraction writes {} more, of which {} are hidden states, and {} are free; extract fewer samples, or to \
+                 a larger disk",
+                size(self.missing_bytes()),
+                size(self.hidden_state_bytes),
+                size(free)
+            ));
+        }
         let remedy = if self.checkpoints > 3 {
             "lower checkpoints.keep, or give run.directory a larger disk"
         } else {
@@ -114,7 +132,7 @@ mod tests {
         DiskPlan {
             free_bytes: Some(free),
             present_bytes: present,
-            ..DiskPlan::new(1000, keep, Length::default())
+            ..DiskPlan::new(1000, keep, 0, Length::default())
         }
     }
 
@@ -127,7 +145,7 @@ mod tests {
             samples: 3,
             tokens: 80,
         };
-        let whole = DiskPlan::new(1000, 2, length);
+        let whole = DiskPlan::new(1000, 2, 0, length);
         assert_eq!(whole.sample_bytes, 3 * 12 + 320 + 10);
         assert_eq!(whole.total_bytes, 3000 + whole.sample_bytes + whole.journal_bytes);
     }
@@ -149,5 +167,24 @@ mod tests {
         );
         let text = plan(10, 0, 4).shortage().expect("most is missing");
         assert!(text.contains("lower checkpoints.keep"), "{text}");
+    }
+
+    #[test]
+    fn an_extraction_is_as_large_as_its_hidden_states() {
+        let length = Length {
+            steps: 1,
+            samples: 2,
+            tokens: 1000,
+        };
+        let plan = DiskPlan {
+            free_bytes: Some(50_000_000),
+            ..DiskPlan::new(0, 2, 57_344, length)
+        };
+        assert_eq!(plan.hidden_state_bytes, 57_344_000);
+        let text = plan.shortage().expect("7 MB are missing");
+        assert!(
+            text.contains("57.3 MB are hidden states") && text.contains("fewer samples"),
+            "{text}"
+        );
     }
 }

@@ -28,6 +28,8 @@ pub enum Topic {
     Draft,
     /// What is trained on.
     Samples,
+    /// Files of hidden states.
+    HiddenStates,
     /// What is evaluated on.
     HeldOut,
     /// The draft's vocabulary.

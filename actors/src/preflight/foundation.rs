@@ -11,7 +11,7 @@ use eaglet_runtime::weights::WeightsError;
 
 use super::finding::{Findings, Severity, Topic};
 use super::layers::CapturedLayers;
-use super::shards::{ShardFiles, cut};
+use super::shards::ShardFiles;
 use crate::config::ClusterConfig;
 use crate::recipe::{self, RecipeError};
 
@@ -85,53 +85,68 @@ impl Foundation {
     /// Opens the verifier's files as far as they can be used; whether nothing is wrong with them.
     fn open(&mut self, findings: &mut Findings<'_>) -> bool {
         let config = &findings.survey().config;
-        let mut is_whole = true;
-        let mut fatal = |topic, text: String| {
-            is_whole = false;
-            findings.add(Severity::Fatal, topic, "verifier.path", text);
-        };
+        let mut wrong: Vec<(Topic, &str, String)> = Vec::new();
         match VerifierFiles::survey(&config.verifier.path) {
             Ok((files, problems)) => {
-                for problem in problems {
-                    fatal(Topic::Verifier, problem.to_string());
+                let of_files =
+                    |problem: WeightsError| (Topic::Verifier, "verifier.path", problem.to_string());
+                wrong.extend(problems.into_iter().map(of_files));
+                let (stages, slices) = (config.verifier.pipeline.max(1), config.verifier.tensor.max(1));
+                let layers = files.config().layers;
+                if usize::from(stages) > layers {
+                    let text = format!(
+                        "verifier.pipeline = {stages} asks for more stages than the {layers} layers that the verifier \
+                         has; take fewer"
+                    );
+                    wrong.push((Topic::Verifier, "verifier.pipeline", text));
+                } else {
+                    self.shards = ShardFiles::all(&files, (stages, slices));
                 }
                 self.verifier = Some(files.config().clone());
-                self.shards = ShardFiles::all(&files, cut(config));
                 self.files = Some(files);
             }
             Err(error) => {
                 // Without weights the configuration still tells what would be needed.
                 self.verifier = VerifierConfig::read(&config.verifier.path).ok();
-                fatal(Topic::Verifier, error.to_string());
+                wrong.push((Topic::Verifier, "verifier.path", error.to_string()));
             }
         }
         if let Some(cap) = self.verifier.as_ref().and_then(|verifier| verifier.logit_softcap) {
-            fatal(
-                Topic::Verifier,
-                format!(
-                    "the verifier bends its logits below {cap}, which the head of an EAGLE-3 draft does not do: no draft \
-                     can be trained for it; choose another verifier"
-                ),
+            let text = format!(
+                "the verifier bends its logits below {cap}, which the head of an EAGLE-3 draft does not do: no draft can be \
+                 trained for it; choose another verifier"
             );
+            wrong.push((Topic::Verifier, "verifier.path", text));
         }
-        // Parts of a verifier share tensors, and so their problems.
-        let problems: BTreeSet<String> = self
-            .shards
-            .iter()
-            .flat_map(|shard| &shard.problems)
-            .filter(|problem| !is_absent(problem))
-            .map(ToString::to_string)
-            .collect();
-        let more = problems.len().saturating_sub(TOLD_TENSORS);
-        for problem in problems.into_iter().take(TOLD_TENSORS) {
-            fatal(Topic::Tensors, problem);
-        }
-        if more > 0 {
-            let text =
-                format!("{more} more tensors of the verifier are missing or do not fit its config.json");
-            fatal(Topic::Tensors, text);
+        wrong.extend(self.problems_of_tensors());
+        let is_whole = wrong.is_empty();
+        for (topic, key, text) in wrong {
+            findings.add(Severity::Fatal, topic, key, text);
         }
         is_whole
+    }
+
+    /// What is wrong with single tensors. Parts of a verifier share tensors, and so their problems.
+    fn problems_of_tensors(&self) -> Vec<(Topic, &'static str, String)> {
+        let is_cut = |problem: &&LayoutProblem| matches!(problem, LayoutProblem::Slices { .. });
+        let problems = || self.shards.iter().flat_map(|shard| &shard.problems);
+        let cuts: BTreeSet<String> = problems().filter(is_cut).map(ToString::to_string).collect();
+        let tensors: BTreeSet<String> = problems()
+            .filter(|problem| !is_cut(problem) && !is_absent(problem))
+            .map(ToString::to_string)
+            .collect();
+        let more = tensors.len().saturating_sub(TOLD_TENSORS);
+        let cuts = cuts
+            .into_iter()
+            .map(|text| (Topic::Verifier, "verifier.tensor", text));
+        let tensors = tensors.into_iter().take(TOLD_TENSORS);
+        let tensors = tensors.map(|text| (Topic::Tensors, "verifier.path", text));
+        let rest = (more > 0).then(|| {
+            let text =
+                format!("{more} more tensors of the verifier are missing or do not fit its config.json");
+            (Topic::Tensors, "verifier.path", text)
+        });
+        cuts.chain(tensors).chain(rest).collect()
     }
 }
 

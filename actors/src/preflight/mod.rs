@@ -35,6 +35,7 @@ use std::time::Duration;
 use eaglet_runtime::contract::Contract;
 use eaglet_runtime::control::transport::TransportError;
 use eaglet_runtime::device::ProductRates;
+use eaglet_runtime::hidden_files::{HiddenFiles, HiddenWriter};
 use eaglet_runtime::samples::ChatTokenizer;
 use eaglet_runtime::verifier::VerifierFiles;
 
@@ -53,13 +54,13 @@ use self::plan::Plan;
 pub use self::report::{DraftSummary, REPORT_FORMAT, RankPlan, Report, ShardPlan, VerifierSummary};
 use self::samples::Reader;
 pub use self::samples::{Refusal, SampleBudget, SampleSurvey};
-pub use self::supply::{Speed, SpeedSource, SupplyPlan, Waiting};
+pub use self::supply::{SideSpeed, Speed, SpeedSource, SupplyPlan, Waiting};
 pub use self::units::{prefixed, size};
 pub(crate) use self::vocabulary::ENOUGH_COVERAGE;
 pub use self::vocabulary::VocabularySurvey;
 use crate::config::{ClusterConfig, Survey};
-use crate::coordinator;
-use crate::recipe;
+use crate::rank::STATES_FOLDER;
+use crate::{coordinator, recipe};
 
 /// Time in which the speed of products is measured.
 const CALIBRATION: Duration = Duration::from_millis(300);
@@ -220,10 +221,37 @@ fn is_planned(survey: &Survey) -> bool {
     !PLANNED_SECTIONS.iter().any(|section| survey.is_rejected(section))
 }
 
+/// Looks at files of hidden states that are to be read, or written, as far as their folder says what they are.
+fn look_at_hidden_states(foundation: &Foundation, findings: &mut Findings<'_>) {
+    let config = &findings.survey().config;
+    let Some(contract) = &foundation.contract else {
+        return;
+    };
+    let read = config
+        .samples
+        .hidden_states
+        .as_ref()
+        .filter(|folder| folder.is_dir());
+    if let Some(error) = read.and_then(|folder| HiddenFiles::look(folder, contract).err()) {
+        let key = "samples.hidden_states";
+        findings.add(Severity::Fatal, Topic::HiddenStates, key, error.to_string());
+    }
+    let written = config
+        .run
+        .extract_to
+        .as_ref()
+        .map(|folder| folder.join(STATES_FOLDER));
+    if let Some(error) = written.and_then(|folder| HiddenWriter::look(&folder, contract).err()) {
+        let key = "run.extract_to";
+        findings.add(Severity::Fatal, Topic::HiddenStates, key, error.to_string());
+    }
+}
+
 /// Looks at the run directory and the port.
 fn look_around(foundation: &Foundation, findings: &mut Findings<'_>) {
     let survey = findings.survey();
     let config = &survey.config;
+    look_at_hidden_states(foundation, findings);
     if !survey.is_rejected("run") && !config.run.name.is_empty() {
         let settings = foundation
             .contract

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use eaglet_runtime::ids::Role;
 use serde::Serialize;
 
 use super::disk::DiskPlan;
@@ -80,13 +81,15 @@ pub struct ShardPlan {
 pub struct RankPlan {
     /// Its seat.
     pub seat: String,
+    /// What it does.
+    pub role: Role,
     /// Machine.
     pub host: String,
     /// Device.
     pub device: String,
     /// CPU threads.
     pub threads: usize,
-    /// Part of the verifier; absent for draft ranks.
+    /// Part of the verifier; absent for draft ranks, and for those that read hidden states from files.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shard: Option<ShardPlan>,
     /// Parameters: those of the verifier's part, or those that are trained.

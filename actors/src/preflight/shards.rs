@@ -3,7 +3,6 @@
 use eaglet_runtime::verifier::{LayoutProblem, Shard, ShardCost, VerifierFiles};
 
 use super::report::ShardPlan;
-use crate::config::ClusterConfig;
 
 /// A part of a verifier as its files hold it.
 #[derive(Debug)]
@@ -18,17 +17,6 @@ pub(crate) struct ShardFiles {
     pub(crate) bytes: u64,
     /// What is wrong with them.
     pub(crate) problems: Vec<LayoutProblem>,
-}
-
-/// Stages and slices of each verifier.
-pub(crate) fn cut(_config: &ClusterConfig) -> (u16, u16) {
-    (1, 1)
-}
-
-/// The part that a verifier seat holds.
-pub(crate) fn shard_of(config: &ClusterConfig, seat: u16) -> Shard {
-    let (stages, slices) = cut(config);
-    Shard::nth(seat % (stages * slices), stages, slices)
 }
 
 impl ShardFiles {

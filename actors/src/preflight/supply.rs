@@ -43,6 +43,15 @@ pub struct Speed {
     pub source: SpeedSource,
 }
 
+/// What the ranks of one role do together.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct SideSpeed {
+    /// Floating-point operations of a token, in the busiest rank of a verifier or in any draft rank.
+    pub flops_per_token: f64,
+    /// Tokens that all ranks of the role do together.
+    pub tokens_per_s: f64,
+}
+
 /// What a typical step holds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct StepLoad {
@@ -82,15 +91,11 @@ pub struct SupplyPlan {
     /// Speed of the ranks.
     #[serde(flatten)]
     pub speed: Speed,
-    /// Work of a token in the busiest rank of a verifier.
-    pub verifier_flops_per_token: f64,
-    /// Work of a token of a row in a draft rank.
-    pub draft_flops_per_token: f64,
-    /// Tokens that all verifier ranks extract together.
-    pub verifier_tokens_per_s: f64,
-    /// Tokens that all draft ranks train together.
-    pub draft_tokens_per_s: f64,
-    /// Tokens that the run trains: the lesser of the two.
+    /// Extraction; absent where hidden states are read from files.
+    pub verifier: Option<SideSpeed>,
+    /// Training; absent where hidden states are written to files.
+    pub draft: Option<SideSpeed>,
+    /// Tokens of the run per second: the lesser of the two.
     pub tokens_per_s: f64,
     /// Who waits.
     pub waiting: Waiting,
@@ -98,53 +103,71 @@ pub struct SupplyPlan {
     pub idle_share: f64,
     /// Steps of the run, if samples could be read.
     pub steps: Option<u64>,
-    /// Optimizer steps per second.
+    /// Steps per second.
     pub steps_per_s: f64,
     /// Duration of the run, in s.
     pub duration_s: Option<f64>,
 }
 
 impl SupplyPlan {
+    /// The plan of a run in which at least one of the two sides computes something.
     pub(crate) fn new(
         speed: Speed,
         load: &StepLoad,
-        verifier: &VerifierSide,
-        draft: &DraftSide<'_>,
+        verifier: Option<VerifierSide>,
+        draft: Option<DraftSide<'_>>,
         steps: Option<u64>,
-    ) -> Self {
+    ) -> Option<Self> {
         let positions = load.tokens_per_row.round().max(1.0);
-        let cost = draft.spec.row_cost(&RowLoad {
-            positions: positions as usize,
-            active: (positions * load.active_share).round() as usize,
-            steps: draft.steps,
-            visible: load.visible,
-        });
-        let supply = verifier.replicas as f64 * speed.verifier_flops_per_s / verifier.flops_per_token;
-        // A step is over when the rank with most rows is done.
-        let own = load.lanes.div_ceil(draft.members.max(1)) as f64;
         let step_tokens = load.lanes as f64 * positions;
-        let demand = step_tokens * speed.draft_flops_per_s / (own * cost.flops);
+        let verifier = verifier.map(|side| SideSpeed {
+            flops_per_token: side.flops_per_token,
+            tokens_per_s: side.replicas as f64 * speed.verifier_flops_per_s / side.flops_per_token,
+        });
+        let draft = draft.map(|side| {
+            let cost = side.spec.row_cost(&RowLoad {
+                positions: positions as usize,
+                active: (positions * load.active_share).round() as usize,
+                steps: side.steps,
+                visible: load.visible,
+            });
+            // A step is over when the rank with most rows is done.
+            let own = load.lanes.div_ceil(side.members.max(1)) as f64;
+            SideSpeed {
+                flops_per_token: cost.flops / positions,
+                tokens_per_s: step_tokens * speed.draft_flops_per_s / (own * cost.flops),
+            }
+        });
+        let speeds = [verifier, draft].map(|side| side.map_or(f64::INFINITY, |side| side.tokens_per_s));
+        let [supply, demand] = speeds;
         let slower = supply.min(demand);
-        let idle_share = 1.0 - slower / supply.max(demand);
+        if !slower.is_finite() || slower <= 0.0 {
+            return None;
+        }
+        // Files wait for nobody.
+        let is_compared = verifier.is_some() && draft.is_some();
+        let idle_share = if is_compared {
+            1.0 - slower / supply.max(demand)
+        } else {
+            0.0
+        };
         let waiting = match idle_share < BALANCE {
             true => Waiting::Neither,
             false if supply < demand => Waiting::Draft,
             false => Waiting::Verifier,
         };
         let steps_per_s = slower / step_tokens;
-        Self {
+        Some(Self {
             speed,
-            verifier_flops_per_token: verifier.flops_per_token,
-            draft_flops_per_token: cost.flops / positions,
-            verifier_tokens_per_s: supply,
-            draft_tokens_per_s: demand,
+            verifier,
+            draft,
             tokens_per_s: slower,
             waiting,
             idle_share,
             steps,
             steps_per_s,
             duration_s: steps.map(|steps| steps as f64 / steps_per_s),
-        }
+        })
     }
 
     /// What would balance the two sides, where that is worth saying.
@@ -214,7 +237,7 @@ mod tests {
             spec: &spec,
             steps: 2,
         };
-        SupplyPlan::new(speed, &LOAD, &verifier, &draft, Some(30))
+        SupplyPlan::new(speed, &LOAD, Some(verifier), Some(draft), Some(30)).expect("both sides compute")
     }
 
     /// Work of a row of [`LOAD`].
@@ -231,11 +254,12 @@ mod tests {
     #[test]
     fn each_side_is_its_speed_over_its_work() {
         let plan = plan(500.0, 2, 1e6);
-        assert_eq!(plan.verifier_tokens_per_s, 4000.0);
+        let [verifier, draft] = [plan.verifier, plan.draft].map(|side| side.expect("both sides compute"));
+        assert_eq!(verifier.tokens_per_s, 4000.0);
         // Two ranks have two rows each, a step has four of 100 tokens.
         let demand = 400.0 * 1e6 / (2.0 * row_flops());
-        assert!((plan.draft_tokens_per_s / demand - 1.0).abs() < 1e-12);
-        assert!((plan.draft_flops_per_token / (row_flops() / 100.0) - 1.0).abs() < 1e-12);
+        assert!((draft.tokens_per_s / demand - 1.0).abs() < 1e-12);
+        assert!((draft.flops_per_token / (row_flops() / 100.0) - 1.0).abs() < 1e-12);
         let slower = demand.min(4000.0);
         assert_eq!(plan.tokens_per_s, slower);
         let seconds = plan.duration_s.expect("the number of steps is known");
@@ -245,11 +269,9 @@ mod tests {
     #[test]
     fn rows_that_do_not_divide_keep_ranks_waiting_for_one() {
         // Three ranks over four rows are no faster than two.
-        assert_eq!(
-            plan(500.0, 3, 1e6).draft_tokens_per_s,
-            plan(500.0, 2, 1e6).draft_tokens_per_s
-        );
-        assert!(plan(500.0, 4, 1e6).draft_tokens_per_s > plan(500.0, 3, 1e6).draft_tokens_per_s);
+        let trained = |members| plan(500.0, members, 1e6).draft.map(|side| side.tokens_per_s);
+        assert_eq!(trained(3), trained(2));
+        assert!(trained(4) > trained(3));
     }
 
     #[test]
@@ -268,5 +290,26 @@ mod tests {
         // 2e6 / 500 tokens on one side, 2e6·(1/per token) on the other: equal when both take 500.
         let equal = plan(500.0, 2, 1e6 * per_token / 500.0);
         assert_eq!((equal.waiting, equal.advice()), (Waiting::Neither, None));
+    }
+
+    #[test]
+    fn files_wait_for_nobody() {
+        let speed = Speed {
+            verifier_flops_per_s: 1e6,
+            draft_flops_per_s: 1e6,
+            source: SpeedSource::Given,
+        };
+        let verifier = VerifierSide {
+            replicas: 1,
+            flops_per_token: 500.0,
+        };
+        let written =
+            SupplyPlan::new(speed, &LOAD, Some(verifier), None, Some(5)).expect("a verifier computes");
+        assert_eq!(
+            (written.tokens_per_s, written.waiting),
+            (2000.0, Waiting::Neither)
+        );
+        assert_eq!(written.duration_s, Some(5.0 * 400.0 / 2000.0));
+        assert_eq!(SupplyPlan::new(speed, &LOAD, None, None, None), None);
     }
 }

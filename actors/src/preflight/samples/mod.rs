@@ -3,21 +3,22 @@
 //! A bounded number of rows is read, shared evenly between the files, and what they hold is extrapolated by the size of
 //! the files. Limits are those of the intake.
 
+mod steps;
+#[cfg(test)]
+mod tests;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use eaglet_runtime::ids::{SampleSeq, Unit};
 use eaglet_runtime::row::Sample;
 use eaglet_runtime::samples::{
-    ChatTokenizer, SampleLimits, Skip, Source, SourceOptions, TokenCounts, plan_step, samples_of,
+    ChatTokenizer, SampleLimits, Skip, Source, SourceOptions, TokenCounts, samples_of,
 };
 use serde::Serialize;
 
+use self::steps::steps_of;
 use crate::config::ClusterConfig;
-
-/// Units whose steps are counted one by one; of more the steps of the first so many are extrapolated.
-const COUNTED_UNITS: usize = 1 << 20;
 
 /// How much is read.
 #[derive(Clone, Copy, Debug)]
@@ -348,191 +349,5 @@ impl<'a> Reader<'a> {
         survey.steps = training.steps.map_or(steps, |limit| limit.min(steps));
         survey.tokens_per_row = tokens_per_row;
         (self.survey, self.unreadable)
-    }
-}
-
-/// Optimizer steps over all passes, and tokens of an average row: samples are packed as the engine packs them.
-fn steps_of(lengths: &[u32], lanes: usize, tokens_per_row: usize, passes: u32, scale: f64) -> (u64, f64) {
-    let fit = |length: &&u32| **length > 0 && **length as usize <= tokens_per_row;
-    let per_pass = lengths.iter().filter(fit).count();
-    if per_pass == 0 || lanes == 0 {
-        return (0, 0.0);
-    }
-    let counted_passes = (COUNTED_UNITS / per_pass).clamp(1, passes.max(1) as usize);
-    let mut units: Vec<(Unit, u32)> = Vec::with_capacity(per_pass * counted_passes);
-    for pass in 0..counted_passes as u32 {
-        let samples = (0..)
-            .map(SampleSeq)
-            .zip(lengths)
-            .filter(|(_, length)| fit(length));
-        units.extend(samples.map(|(sample, &length)| (Unit { pass, sample }, length)));
-    }
-    let tokens: u64 = units.iter().map(|(_, length)| u64::from(*length)).sum();
-    let mut left = units.as_slice();
-    let mut steps: u64 = 0;
-    while let Some(rows) = plan_step(left.iter().copied(), lanes, tokens_per_row as u32, false) {
-        left = &left[rows.iter().map(Vec::len).sum::<usize>()..];
-        steps += 1;
-    }
-    let tokens_per_row = tokens as f64 / (steps as f64 * lanes as f64);
-    let whole = scale * f64::from(passes.max(1)) / counted_passes as f64;
-    let total = if whole > 1.0 {
-        (steps as f64 * whole).ceil() as u64
-    } else {
-        steps
-    };
-    (total, tokens_per_row)
-}
-
-#[cfg(test)]
-mod tests {
-    use std::fs;
-
-    use super::*;
-
-    const VERIFIER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../bin/demo/verifier");
-    const BUDGET: SampleBudget = SampleBudget {
-        rows: 1000,
-        time: Duration::from_secs(60),
-    };
-
-    fn chat(question: &str, answer: &str) -> String {
-        serde_json::json!({"messages": [
-            {"role": "user", "content": question}, {"role": "assistant", "content": answer}
-        ]})
-        .to_string()
-    }
-
-    fn survey(lines: &[String], change: impl FnOnce(&mut ClusterConfig)) -> SampleSurvey {
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        let file = folder.path().join("chats.jsonl");
-        fs::write(&file, lines.join("\n")).expect("writable");
-        let mut config = ClusterConfig::default();
-        config.training.tokens_per_row = 64;
-        config.training.rows_per_step = Some(1);
-        change(&mut config);
-        let tokenizer = ChatTokenizer::load(Path::new(VERIFIER)).expect("the demo verifier's");
-        let files = [("samples.files[0]".to_owned(), file.clone())];
-        let (mut survey, unreadable) =
-            Reader::new(&config, &tokenizer, &[2], BUDGET).read(&files, &[], BUDGET.rows);
-        assert_eq!(unreadable, []);
-        let shorten = |text: &mut String| *text = text.replace(&format!("{}/", folder.path().display()), "");
-        shorten(&mut survey.longest_place);
-        survey
-            .refused
-            .iter_mut()
-            .for_each(|refusal| shorten(&mut refusal.first));
-        survey
-    }
-
-    #[test]
-    fn samples_are_read_as_the_intake_reads_them() {
-        let lines = [
-            chat("What is hail?", "Hail is ice that falls."),
-            "{\"messages\": [{\"ro".to_owned(),
-            chat("Tell me everything.", &"It rains and it snows. ".repeat(40)),
-            "{\"messages\": []}".to_owned(),
-            "no".to_owned(),
-        ];
-        let found = survey(&lines, |_| {});
-        assert_eq!(
-            (found.rows, found.samples, found.truncated, found.whole),
-            (5, 2, 1, true)
-        );
-        assert_eq!(found.longest_place, "chats.jsonl:3");
-        assert!(found.longest_tokens > 64, "{found:?}");
-        assert!(found.tokens > 64 && found.trained_tokens < found.tokens);
-        let counted: Vec<_> = found
-            .refused
-            .iter()
-            .map(|refusal| (refusal.reason, refusal.count))
-            .collect();
-        assert_eq!(counted, [("not JSON", 2), ("empty", 1)]);
-        assert!(
-            found.refused[0]
-                .first
-                .starts_with("chats.jsonl:2: the row is no whole JSON")
-        );
-        // The cut sample has lost its end.
-        assert_eq!(found.stopped, 1);
-        assert_eq!(
-            (found.estimated_samples, found.estimated_tokens),
-            (2, found.tokens)
-        );
-        assert_eq!(found.steps, 2);
-
-        let found = survey(&lines, |config| {
-            config.samples.too_long = crate::config::TooLong::Quarantine
-        });
-        assert_eq!((found.samples, found.truncated), (1, 0));
-        assert!(
-            found
-                .refused
-                .iter()
-                .any(|refusal| refusal.reason == "longer than a row")
-        );
-    }
-
-    #[test]
-    fn what_is_held_out_is_not_trained() {
-        let lines: Vec<_> = (0..10)
-            .map(|n| chat(&format!("What is {n}?"), "A number."))
-            .collect();
-        let found = survey(&lines, |config| {
-            config.samples.held_out_every = 5;
-            config.training.max_new_tokens = 4;
-        });
-        assert_eq!((found.samples, found.held_out_prompts), (8, 2));
-    }
-
-    #[test]
-    fn files_that_were_read_in_part_are_extrapolated() {
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        let file = folder.path().join("chats.jsonl");
-        let lines: Vec<_> = (0..100)
-            .map(|n| chat(&format!("What is {}?", n % 10), "A number."))
-            .collect();
-        fs::write(&file, lines.join("\n")).expect("writable");
-        let config = ClusterConfig::default();
-        let tokenizer = ChatTokenizer::load(Path::new(VERIFIER)).expect("the demo verifier's");
-        let missing = folder.path().join("none.jsonl");
-        let files = [
-            ("samples.files[0]".to_owned(), file),
-            ("samples.files[1]".to_owned(), missing),
-        ];
-        let (found, unreadable) = Reader::new(&config, &tokenizer, &[], BUDGET).read(&files, &[], 20);
-        // Half of the rows for each file.
-        assert_eq!((found.rows, found.whole), (10, false));
-        assert_eq!(found.estimated_samples, 100);
-        assert_eq!(unreadable.len(), 1);
-        assert_eq!(unreadable[0].key, "samples.files[1]");
-        assert!(unreadable[0].what.contains("none.jsonl"), "{unreadable:?}");
-    }
-
-    #[test]
-    fn steps_are_packed_as_the_engine_packs_them() {
-        // Rows of 10: [6, 4], [5, 5] in one step of two lanes; the third pair begins the next.
-        let lengths = [6, 5, 4, 5, 3];
-        assert_eq!(steps_of(&lengths, 2, 10, 1, 1.0), (2, 23.0 / 4.0));
-        // Two passes: the second one goes on in the row that the first has begun.
-        assert_eq!(steps_of(&lengths, 2, 10, 2, 1.0).0, 3);
-        assert_eq!(steps_of(&lengths, 2, 10, 1, 10.0).0, 20);
-        assert_eq!(steps_of(&[], 2, 10, 1, 1.0), (0, 0.0));
-    }
-
-    #[test]
-    fn what_the_draft_unrolls_is_counted_by_hand() {
-        let lines = [chat("What is hail?", "Ice.")];
-        let found = survey(&lines, |config| config.training.ttt_steps = 3);
-        let prompt = found.tokens - found.trained_tokens;
-        let positions = found.tokens - 1;
-        // Position i reads token i + 1: the first trained one is read at prompt - 1, and two steps before it counts, too.
-        let active = positions - (prompt - 1 - 2);
-        let share = active as f64 / positions as f64;
-        assert!((found.active_share - share).abs() < 1e-12, "{found:?}");
-        assert!(
-            (found.visible_tokens - (positions + 1) as f64 / 2.0).abs() < 1e-12,
-            "{found:?}"
-        );
     }
 }
