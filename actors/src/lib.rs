@@ -6,6 +6,7 @@ pub mod engine;
 pub mod faults;
 pub mod journal;
 pub mod monitor;
+pub mod preflight;
 pub mod rank;
 pub mod recipe;
 pub mod replica;

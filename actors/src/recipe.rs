@@ -6,7 +6,7 @@ use eaglet_runtime::digest::Digest;
 use eaglet_runtime::draft::{DraftSpec, TrainingSpec};
 use eaglet_runtime::optimizer::AdamWSpec;
 use eaglet_runtime::samples::{ChatTokenizer, TokenizerError};
-use eaglet_runtime::verifier::{Shard, VerifierConfig, VerifierError, VerifierFiles};
+use eaglet_runtime::verifier::{VerifierConfig, VerifierError, VerifierFiles};
 
 use serde_json::Value;
 
@@ -66,23 +66,7 @@ pub fn contract_of(
     tokenizer: &ChatTokenizer,
 ) -> Result<Contract, RecipeError> {
     let verifier = files.config();
-    let aux_layers = config
-        .verifier
-        .aux_layers
-        .clone()
-        .unwrap_or_else(|| verifier.default_aux_layers());
-    if aux_layers
-        .iter()
-        .any(|&layer| layer == 0 || layer as usize > verifier.layers)
-    {
-        return Err(misfit(
-            "verifier.aux_layers",
-            format!(
-                "{aux_layers:?} names layers that are not among 1 to {}",
-                verifier.layers
-            ),
-        ));
-    }
+    let aux_layers = aux_layers(config, verifier)?;
     Ok(Contract {
         verifier: files.digest(),
         aux_layers,
@@ -93,29 +77,26 @@ pub fn contract_of(
     })
 }
 
-/// Whether the verifier can be cut into the shards that are asked for. Reads headers only.
+/// The layers whose input is captured.
 ///
 /// # Errors
-/// If there are more stages than layers, or a slice cannot be cut.
-pub fn check_cut(config: &ClusterConfig, files: &VerifierFiles) -> Result<(), RecipeError> {
-    let (stages, slices) = (config.verifier.pipeline, config.verifier.tensor);
-    let layers = files.config().layers;
-    if usize::from(stages) > layers {
-        return Err(misfit(
-            "verifier.pipeline",
-            format!("{stages} stages are more than the {layers} layers of the verifier; take fewer"),
-        ));
-    }
-    for index in (0..config.verifier.shards()).filter(|_| stages * slices > 1) {
-        let shard = Shard::nth(index, stages, slices);
-        if let Some(problem) = files.problems(shard).first() {
-            return Err(misfit(
-                "verifier.tensor",
-                format!("{shard} cannot be computed: {problem}"),
-            ));
+/// If one of them does not exist.
+pub fn aux_layers(config: &ClusterConfig, verifier: &VerifierConfig) -> Result<Vec<u32>, RecipeError> {
+    let ids = config
+        .verifier
+        .aux_layers
+        .clone()
+        .unwrap_or_else(|| verifier.default_aux_layers());
+    if ids.iter().any(|&id| id == 0 || id as usize > verifier.layers) {
+        let mut what = format!("{ids:?} names layers that are not among 1 to {}", verifier.layers);
+        if ids.contains(&0) {
+            what.push_str(
+                "; an id names the layer whose input is captured: lists of SGLang and SpecForge, which begin at 0, are one less",
+            );
         }
+        return Err(misfit("verifier.aux_layers", what));
     }
-    Ok(())
+    Ok(ids)
 }
 
 /// The draft's shape.
@@ -313,7 +294,7 @@ pub fn settings(config: &ClusterConfig, contract: Contract) -> Settings {
 }
 
 /// Far enough ahead that every stage of every verifier has a row, and one waits behind them.
-fn prefetch_steps(config: &ClusterConfig) -> u64 {
+pub(crate) fn prefetch_steps(config: &ClusterConfig) -> u64 {
     let replicas = config.verifier_seats().len() as u64 / u64::from(config.verifier.shards().max(1));
     let rows = replicas * (u64::from(config.verifier.pipeline) + 1);
     // The rows of the step that is trained are at the draft already.

@@ -18,6 +18,8 @@ pub(crate) struct Cli {
 /// What the command can do.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
+    /// Look at all that can be known before a launch: files, memory, disk, links, samples, speed. Loads no weights.
+    Check(CheckArgs),
     /// Start a cluster, or go on with a run that was stopped, and show its progress.
     Launch(LaunchArgs),
     /// Write the hidden states of a cluster's samples to files, in the layout of speculators, instead of training on them.
@@ -57,6 +59,70 @@ impl LogFormat {
             Self::Json => "json",
         }
     }
+}
+
+/// `eaglet check`.
+#[derive(Debug, Args)]
+pub(crate) struct CheckArgs {
+    /// The cluster file.
+    #[arg(value_name = "CLUSTER_TOML")]
+    pub(crate) cluster: PathBuf,
+    /// Override a key of the cluster file; may be repeated.
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
+    pub(crate) sets: Vec<String>,
+    /// Check an `eaglet extract` to this folder instead of a training run.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) extract: Option<PathBuf>,
+    /// Print one JSON document.
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Warnings count as problems.
+    #[arg(long)]
+    pub(crate) strict: bool,
+    /// Memory of each host, if the run will be on another machine: 512GB, 1.5TB, 64GiB.
+    #[arg(long, value_name = "SIZE", value_parser = bytes)]
+    pub(crate) memory: Option<u64>,
+    /// Free room on the disk of the run directory, likewise.
+    #[arg(long, value_name = "SIZE", value_parser = bytes)]
+    pub(crate) disk: Option<u64>,
+    /// Floating-point operations per second of each rank, such as 4e13, instead of a short measurement.
+    #[arg(long, value_name = "FLOPS", value_parser = rate)]
+    pub(crate) flops: Option<f64>,
+    /// Rows of the sample files that are read.
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    pub(crate) samples: usize,
+}
+
+/// Reads a number of bytes with a unit.
+fn bytes(text: &str) -> Result<u64, String> {
+    let text = text.trim();
+    let end = text
+        .find(|c: char| !(c.is_ascii_digit() || c == '.'))
+        .unwrap_or(text.len());
+    let (number, unit) = text.split_at(end);
+    let wrong = || format!("`{text}` is no size; write for example 512GB, 1.5TB or 64GiB");
+    let number: f64 = number.parse().map_err(|_| wrong())?;
+    let (base, prefix) = match unit.trim().to_ascii_lowercase().trim_end_matches('b') {
+        prefix if prefix.ends_with('i') => (1024_f64, prefix.trim_end_matches('i').to_owned()),
+        prefix => (1000_f64, prefix.to_owned()),
+    };
+    let power = match prefix.as_str() {
+        "" => 0,
+        "k" => 1,
+        "m" => 2,
+        "g" => 3,
+        "t" => 4,
+        _ => return Err(wrong()),
+    };
+    Ok((number * base.powi(power)) as u64)
+}
+
+/// Reads a positive number.
+fn rate(text: &str) -> Result<f64, String> {
+    let number: Option<f64> = text.trim().parse().ok();
+    number
+        .filter(|number| number.is_finite() && *number > 0.0)
+        .ok_or_else(|| format!("`{text}` is no number above 0; write for example 4e13"))
 }
 
 /// `eaglet launch`.
@@ -371,6 +437,25 @@ mod tests {
                 .contains("`draft1` is no seat; seats are written like draft-0"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn sizes_and_rates_are_read() {
+        let sizes = [
+            ("17", 17),
+            ("512GB", 512_000_000_000),
+            ("1.5 TB", 1_500_000_000_000),
+            ("64GiB", 64 << 30),
+            ("3m", 3_000_000),
+        ];
+        for (text, size) in sizes {
+            assert_eq!(bytes(text), Ok(size), "{text}");
+        }
+        for text in ["", "GB", "1.2.3GB", "5 parsecs", "-1GB"] {
+            assert!(bytes(text).is_err(), "{text}");
+        }
+        assert_eq!(rate("4e13"), Ok(4e13));
+        assert!(["0", "-1", "inf", "fast"].iter().all(|text| rate(text).is_err()));
     }
 
     #[test]

@@ -5,10 +5,9 @@
 
 use std::path::Path;
 
-use eaglet_actors::config::ClusterConfig;
+use eaglet_actors::config::Survey;
 use eaglet_runtime::ids::Role;
 
-use crate::cli::{Exit, ExtractArgs};
 use crate::run;
 
 /// Steps between checkpoints: what is written again after a crash.
@@ -16,10 +15,10 @@ const CHECKPOINT_STEPS: u64 = 20;
 /// Rows of a step for each verifier, so that none waits for another at the end of each step.
 const ROWS_PER_VERIFIER: u16 = 4;
 
-/// The configuration of an extraction: that of the cluster file, without what only training needs.
-pub(crate) fn config(arguments: &ExtractArgs) -> Result<ClusterConfig, Exit> {
-    let out = std::path::absolute(&arguments.out).unwrap_or_else(|_| arguments.out.clone());
-    let mut sets = vec![
+/// The configuration of an extraction to a folder: that of the cluster file, without what only training needs.
+pub(crate) fn survey(cluster: &Path, sets: &[String], out: &Path) -> Survey {
+    let out = std::path::absolute(out).unwrap_or_else(|_| out.to_owned());
+    let mut all = vec![
         set("run.extract_to", &out),
         set("run.directory", &out.join("run")),
         "samples.held_out=[]".to_owned(),
@@ -28,8 +27,9 @@ pub(crate) fn config(arguments: &ExtractArgs) -> Result<ClusterConfig, Exit> {
         "training.passes=1".to_owned(),
     ];
     // What the user sets wins.
-    sets.extend(arguments.launch.sets.iter().cloned());
-    let mut config = run::load(&arguments.launch.cluster, &sets)?;
+    all.extend(sets.iter().cloned());
+    let mut survey = run::survey(cluster, &all);
+    let config = &mut survey.config;
     config.training.steps = None;
     config.training.evaluate_every_steps = 0;
     config.checkpoints.every_steps = CHECKPOINT_STEPS;
@@ -46,7 +46,7 @@ pub(crate) fn config(arguments: &ExtractArgs) -> Result<ClusterConfig, Exit> {
         .unwrap_or(u16::MAX)
         .saturating_mul(ROWS_PER_VERIFIER);
     config.training.rows_per_step = Some(rows.max(1));
-    Ok(config)
+    survey
 }
 
 /// A `--set` of a path.

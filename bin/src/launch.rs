@@ -4,12 +4,12 @@ use std::io::{self, IsTerminal, Write};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use eaglet_actors::config::ClusterConfig;
+use eaglet_actors::config::Survey;
 use eaglet_actors::coordinator::{self, LaunchOptions, Launched, TOKEN_VARIABLE};
 use eaglet_actors::engine::Outcome;
+use eaglet_actors::preflight::{self, Machine, Ready};
 use eaglet_actors::rank::{self, RankArguments};
 use eaglet_actors::verifier_source;
-use eaglet_runtime::hub::HubError;
 use eaglet_runtime::ids::Generation;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
@@ -24,30 +24,41 @@ const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 ///
 /// # Errors
 /// If the process cannot log, or has no threads or signals to work with.
-pub(crate) fn launch(arguments: &LaunchArgs, config: ClusterConfig) -> Result<Exit> {
+pub(crate) fn launch(arguments: &LaunchArgs, mut survey: Survey) -> Result<Exit> {
     let is_live = !arguments.plain && io::stdout().is_terminal();
-    if let Err(error) = coordinator::prepare_directory(&config.run.directory) {
+    if survey.problems.is_empty() {
+        // What has come is kept if this process is ended meanwhile.
+        let need = verifier_source::need(&survey.config);
+        if let Err(error) = fetch::verifier(&mut survey.config, need) {
+            complain(&error.to_string());
+            return Ok(Exit::BadInput);
+        }
+    }
+    let ready = match preflight::ready(survey, Machine::here()) {
+        Ok(ready) => ready,
+        Err(findings) => {
+            findings.iter().for_each(|finding| say(&finding.to_string()));
+            return Ok(Exit::BadInput);
+        }
+    };
+    let directory = ready.config.run.directory.clone();
+    if let Err(error) = coordinator::prepare_directory(&directory) {
         complain(&error.to_string());
         return Ok(Exit::BadInput);
     }
-    logging::start(
-        &config.run.directory,
-        "coordinator",
-        arguments.log_format,
-        !is_live,
-    )?;
+    logging::start(&directory, "coordinator", arguments.log_format, !is_live)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .thread_name("coordinator")
         .build()
         .context("cannot start the coordinator's threads")?;
-    let exit = runtime.block_on(run(arguments, config, is_live));
+    let exit = runtime.block_on(run(arguments, ready, is_live));
     // A sample that is still being read is nobody's business any more.
     runtime.shutdown_background();
     exit
 }
 
-async fn run(arguments: &LaunchArgs, config: ClusterConfig, is_live: bool) -> Result<Exit> {
+async fn run(arguments: &LaunchArgs, ready: Ready, is_live: bool) -> Result<Exit> {
     // Before the cluster starts, so that no signal is lost.
     let mut interrupts = signal(SignalKind::interrupt()).context("cannot wait for SIGINT")?;
     let mut terminations = signal(SignalKind::terminate()).context("cannot wait for SIGTERM")?;
@@ -56,20 +67,7 @@ async fn run(arguments: &LaunchArgs, config: ClusterConfig, is_live: bool) -> Re
         executable,
         log_format: arguments.log_format.word().to_owned(),
     };
-    let fetched = tokio::select! {
-        fetched = fetch_verifier(config) => fetched?,
-        // What has come is kept, and whoever waits for the rest ends with the process.
-        _ = interrupts.recv() => return Ok(Exit::Interrupted),
-        _ = terminations.recv() => return Ok(Exit::Interrupted),
-    };
-    let config = match fetched {
-        Ok(config) => config,
-        Err(error) => {
-            complain(&error.to_string());
-            return Ok(Exit::BadInput);
-        }
-    };
-    let launched = coordinator::launch(config, options).await;
+    let launched = coordinator::launch(ready, options).await;
     let mut launched = match launched {
         Ok(launched) => launched,
         Err(error) => {
@@ -116,16 +114,6 @@ async fn run(arguments: &LaunchArgs, config: ClusterConfig, is_live: bool) -> Re
             Exit::Failed
         }
     })
-}
-
-/// Makes the verifier's path a local one.
-async fn fetch_verifier(mut config: ClusterConfig) -> Result<Result<ClusterConfig, HubError>> {
-    let fetch = move || {
-        let need = verifier_source::need(&config);
-        fetch::verifier(&mut config, need).map(|()| config)
-    };
-    let fetched = tokio::task::spawn_blocking(fetch).await;
-    fetched.context("fetching the verifier ended badly")
 }
 
 /// Starts the view that fits stdout.
@@ -184,8 +172,13 @@ pub(crate) fn occupy(arguments: &RankArgs) -> Result<Exit> {
 
 /// Says on stderr what went wrong.
 pub(crate) fn complain(text: &str) {
+    say(&format!("eaglet: {text}"));
+}
+
+/// Says something on stderr that tells its own place.
+fn say(text: &str) {
     // If stderr is gone there is nobody left who could be told.
-    let _ = writeln!(io::stderr().lock(), "eaglet: {text}");
+    let _ = writeln!(io::stderr().lock(), "{text}");
 }
 
 /// An error and its causes in one line, without those that it quotes already.

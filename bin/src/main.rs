@@ -1,6 +1,7 @@
 //! The `eaglet` command.
 
 mod bench;
+mod check;
 mod cli;
 mod extract;
 mod fetch;
@@ -19,18 +20,21 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use eaglet_runtime::hub::Need;
 
-use cli::{BenchCommand, Cli, Command, Exit, PictureArgs, RecoveryArgs};
+use cli::{BenchCommand, Cli, Command, Exit, ExtractArgs, PictureArgs, RecoveryArgs};
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
-        Command::Launch(arguments) => match run::load(&arguments.cluster, &arguments.sets) {
-            Ok(config) => launch::launch(&arguments, config),
-            Err(exit) => Ok(exit),
-        },
-        Command::Extract(arguments) => match extract::config(&arguments) {
-            Ok(config) => launch::launch(&arguments.launch, config),
-            Err(exit) => Ok(exit),
-        },
+        Command::Check(arguments) => check::command(&arguments),
+        Command::Launch(arguments) => {
+            launch::launch(&arguments, run::survey(&arguments.cluster, &arguments.sets))
+        }
+        Command::Extract(ExtractArgs {
+            launch: arguments,
+            out,
+        }) => {
+            let survey = extract::survey(&arguments.cluster, &arguments.sets, &out);
+            launch::launch(&arguments, survey)
+        }
         Command::Rank(arguments) => launch::occupy(&arguments),
         Command::Bench(BenchCommand::Recovery(arguments)) => bench_recovery(&arguments),
         Command::Ranks(command) => ranks::command(&command),

@@ -4,12 +4,17 @@ use std::io;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use eaglet_actors::config::{self, ClusterConfig};
+use eaglet_actors::config::{self, ClusterConfig, Survey};
 use eaglet_actors::coordinator;
 use eaglet_runtime::control::{OperatorReply, OperatorRequest};
 
 use crate::cli::{Exit, RunArgs};
 use crate::{launch, samples};
+
+/// Reads a cluster file and all that overrides it, with what is wrong and where.
+pub(crate) fn survey(path: &std::path::Path, sets: &[String]) -> Survey {
+    ClusterConfig::survey(path, config::environment(), sets)
+}
 
 /// Reads a cluster file and all that overrides it; prints its problems, one a line, if there are any.
 pub(crate) fn load(path: &std::path::Path, sets: &[String]) -> Result<ClusterConfig, Exit> {

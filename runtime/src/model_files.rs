@@ -110,20 +110,18 @@ impl ModelFiles {
     /// # Errors
     /// As [`Weights::open`] and [`Gguf::weights`].
     pub fn weights(&self) -> Result<Weights, WeightsError> {
-        match &self.gguf {
-            Some(gguf) => Ok(gguf.weights()?),
-            None => Weights::open(&self.path),
-        }
+        let (weights, problems) = self.survey_weights()?;
+        problems.into_iter().next().map_or(Ok(weights), Err)
     }
 
-    /// The weights, of which shards may be missing.
+    /// As much of the weights as can be used, and what is wrong with the rest.
     ///
     /// # Errors
-    /// As [`Weights::open_present`] and [`Gguf::weights`].
-    pub fn weights_present(&self) -> Result<Weights, WeightsError> {
+    /// As [`Weights::survey`] and [`Gguf::weights`].
+    pub fn survey_weights(&self) -> Result<(Weights, Vec<WeightsError>), WeightsError> {
         match &self.gguf {
-            Some(gguf) => Ok(gguf.weights()?),
-            None => Weights::open_present(&self.path),
+            Some(gguf) => Ok((gguf.weights()?, Vec::new())),
+            None => Weights::survey(&self.path),
         }
     }
 }

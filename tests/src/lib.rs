@@ -2,6 +2,8 @@
 
 pub mod disk;
 pub mod drill;
+pub mod kimi;
+pub mod report;
 pub mod sim;
 pub mod traces;
 

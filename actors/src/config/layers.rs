@@ -105,6 +105,21 @@ impl Layers {
         })
     }
 
+    /// Whether a value under a path was left out.
+    pub(crate) fn has_rejected_under(&self, path: &str) -> bool {
+        self.rejected.iter().any(|rejected| {
+            rejected
+                .strip_prefix(path)
+                .is_some_and(|rest| rest.starts_with(['.', '[']))
+        })
+    }
+
+    /// Counts everything as left out.
+    pub(crate) fn reject_all(&mut self) {
+        self.rejected
+            .extend(keys::sections().into_iter().map(str::to_owned));
+    }
+
     /// Counts the value at a path as left out.
     pub(crate) fn reject(&mut self, path: &str) {
         self.rejected.insert(path.to_owned());
@@ -130,8 +145,7 @@ impl Layers {
             Ok(document) => document,
             Err(error) => {
                 let message = error.message().trim().replace('\n', "; ");
-                self.rejected
-                    .extend(keys::sections().into_iter().map(str::to_owned));
+                self.reject_all();
                 return self.problem(
                     locator.place(error.span()),
                     format!("is no valid TOML: {message}"),

@@ -10,6 +10,7 @@ mod keys;
 mod layers;
 mod problem;
 mod sections;
+mod survey;
 #[cfg(test)]
 mod tests;
 
@@ -17,6 +18,7 @@ use std::path::{Path, PathBuf};
 
 use config::Config;
 use eaglet_runtime::ids::{Role, Seat};
+use eaglet_runtime::samples::SampleLimits;
 use eaglet_runtime::verifier::Shard;
 use serde::{Deserialize, Serialize};
 
@@ -26,6 +28,7 @@ pub use sections::{
     CheckpointsConfig, DraftConfig, RankConfig, RestartsConfig, RunConfig, SamplesConfig, Schedule,
     SupervisionConfig, TooLong, TrainingConfig, VerifierConfig,
 };
+pub use survey::Survey;
 
 /// A whole cluster, as `cluster.toml` describes it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -65,12 +68,23 @@ impl ClusterConfig {
         environment: impl IntoIterator<Item = (String, String)>,
         sets: &[S],
     ) -> Result<Self, ConfigError> {
+        let survey = Self::survey(path, environment, sets);
+        ConfigError::from_problems(survey.problems).map_or(Ok(survey.config), Err)
+    }
+
+    /// As [`Self::load`], for whoever goes on with what can be used although something is wrong.
+    pub fn survey<S: AsRef<str>>(
+        path: &Path,
+        environment: impl IntoIterator<Item = (String, String)>,
+        sets: &[S],
+    ) -> Survey {
         let mut layers = Layers::new(&path.display().to_string());
         match std::fs::read_to_string(path) {
             Ok(text) => layers.read_file(&text),
             Err(error) => {
-                let place = layers.place("");
-                return Err(ConfigError::one(place, format!("cannot be read: {error}")));
+                layers.reject_all();
+                layers.problem(layers.place(""), format!("cannot be read: {error}"));
+                return Survey::new(Self::default(), layers);
             }
         }
         let mut variables: Vec<_> = environment.into_iter().collect();
@@ -99,11 +113,12 @@ impl ClusterConfig {
                 config
             }
             Err(error) => {
+                layers.reject_all();
                 layers.problem(layers.place(""), error.to_string());
                 Self::default()
             }
         };
-        ConfigError::from_problems(layers.problems).map_or(Ok(config), Err)
+        Survey::new(config, layers)
     }
 
     fn merge(layers: &Layers) -> Result<Self, config::ConfigError> {
@@ -194,6 +209,36 @@ impl ClusterConfig {
                 threads,
                 ..RankConfig::new(seat.role)
             });
+        }
+    }
+
+    /// How long samples may be and how much of them must be trained. One that is still longer than a row afterwards is
+    /// put aside.
+    pub fn sample_limits(&self) -> SampleLimits {
+        SampleLimits {
+            max_tokens: match self.samples.too_long {
+                TooLong::Truncate => self.training.tokens_per_row,
+                TooLong::Quarantine => usize::MAX,
+            },
+            min_trained_tokens: self.samples.min_trained_tokens,
+        }
+    }
+
+    /// The same for a held-out conversation: its prompt must leave room for an answer.
+    pub fn prompt_limits(&self) -> SampleLimits {
+        let room = self.training.tokens_per_row;
+        SampleLimits {
+            max_tokens: room.saturating_sub(self.training.max_new_tokens).max(2),
+            min_trained_tokens: 1,
+        }
+    }
+
+    /// Every so many conversations one is held out; 0 holds none out.
+    pub fn held_out_every(&self) -> u64 {
+        if self.samples.held_out.is_empty() {
+            self.samples.held_out_every
+        } else {
+            0
         }
     }
 

@@ -49,7 +49,7 @@ impl fmt::Display for Problem {
 /// Everything that is wrong with a configuration, one problem a line, file first and in its order.
 #[derive(Debug, PartialEq, Eq)]
 pub struct ConfigError {
-    problems: Vec<Problem>,
+    pub(super) problems: Vec<Problem>,
 }
 
 impl ConfigError {
@@ -58,12 +58,6 @@ impl ConfigError {
         problems.sort();
         problems.dedup();
         (!problems.is_empty()).then_some(Self { problems })
-    }
-
-    pub(crate) fn one(place: Place, message: String) -> Self {
-        Self {
-            problems: vec![Problem { place, message }],
-        }
     }
 
     /// The problems; at least one.

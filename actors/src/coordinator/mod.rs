@@ -20,8 +20,7 @@ use std::sync::{Arc, mpsc};
 use eaglet_runtime::checkpoint;
 use eaglet_runtime::checkpoint::CheckpointFolder;
 use eaglet_runtime::control::transport;
-use eaglet_runtime::samples::{ChatTokenizer, SampleStore};
-use eaglet_runtime::verifier::VerifierFiles;
+use eaglet_runtime::samples::SampleStore;
 use ractor::{Actor, ActorRef};
 use tokio::sync::{oneshot, watch};
 
@@ -32,13 +31,14 @@ use self::gate::{Gate, Registry};
 use self::host::Host;
 pub use self::host::TOKEN_VARIABLE;
 use self::intake::IntakeArguments;
+pub(crate) use self::intake::files_in;
 use self::monitor::{Monitor, MonitorArguments, MonitorMessage};
 use self::operator::Desk;
-use crate::config::ClusterConfig;
-use crate::engine::{Engine, Event, Notice, Outcome, ReplayError, StoredSample};
+use crate::engine::{Event, Notice, Outcome, StoredSample};
 use crate::faults::{self, Victim};
 use crate::journal::{Journal, Record, SampleBook};
 use crate::monitor::Snapshot;
+use crate::preflight::{self, Finding, Ready};
 use crate::recipe;
 
 /// How a cluster is launched.
@@ -97,29 +97,26 @@ impl Launched {
     }
 }
 
-/// Checks what can be checked without loading weights, then starts the cluster.
+/// Starts a cluster that is ready to be launched.
 ///
 /// # Errors
-/// In one line each: an unusable verifier, tokenizer, run directory, journal, or port.
-pub async fn launch(config: ClusterConfig, options: LaunchOptions) -> anyhow::Result<Launched> {
+/// In one line each: a wrong list of faults, or a run directory, journal or port that has changed since it was looked at.
+pub async fn launch(ready: Ready, options: LaunchOptions) -> anyhow::Result<Launched> {
     faults::arm(Victim::Coordinator)?;
-    let files = VerifierFiles::open(&config.verifier.path)?;
-    files.check()?;
-    let tokenizer = ChatTokenizer::load(&config.verifier.path)?;
-    tokenizer.fits_embedding(files.config().vocab_size)?;
-    let contract = recipe::contract_of(&config, &files, &tokenizer)?;
-    // Sizes that do not fit are told before anything is started.
-    recipe::check_cut(&config, &files)?;
-    recipe::draft_spec(&config, files.config(), contract.aux_layers.len())?;
-
+    let Ready {
+        config,
+        files,
+        tokenizer,
+        contract,
+        warnings,
+    } = ready;
+    let mut warnings: Vec<String> = warnings.iter().map(Finding::to_string).collect();
     let directory = config.run.directory.clone();
     let (journal, replay) = Journal::open(&directory.join("journal"))?;
     if replay.records.is_empty() {
-        refuse_orphans(&directory)?;
+        preflight::refuse_orphans(&directory)?;
     }
-    let mut engine = Engine::new(recipe::settings(&config, contract), &replay.records, 0)
-        .map_err(|error| explain(error, &directory, &config))?;
-    let mut warnings = Vec::new();
+    let mut engine = preflight::engine(recipe::settings(&config, contract), &replay.records, &config)?;
     if replay.cut_bytes > 0 {
         warnings.push(format!(
             "a torn tail of {} bytes was cut off the journal",
@@ -261,44 +258,6 @@ pub fn prepare_directory(directory: &Path) -> anyhow::Result<()> {
             directory.display()
         )
     })
-}
-
-/// Names the keys in which a refused configuration differs from that of the run directory.
-fn explain(error: ReplayError, directory: &Path, config: &ClusterConfig) -> anyhow::Error {
-    let before = std::fs::read_to_string(directory.join("cluster.toml"))
-        .ok()
-        .and_then(|text| ClusterConfig::from_resolved(&text).ok());
-    let keys = before
-        .map(|before| recipe::differing_keys(&before, config))
-        .unwrap_or_default();
-    match (&error, keys.is_empty()) {
-        (ReplayError::OtherRun { .. }, false) => anyhow::anyhow!(
-            "{}: {} differ from what its run was started with; set them back, or start a new run directory",
-            directory.display(),
-            keys.join(", ")
-        ),
-        _ => error.into(),
-    }
-}
-
-/// A run directory without a journal must not hold what only a journal could explain.
-fn refuse_orphans(directory: &Path) -> anyhow::Result<()> {
-    let checkpoints = CheckpointFolder::open(directory.join("checkpoints")).list()?;
-    let orphan = match checkpoints.first() {
-        Some(checkpoint) => Some(checkpoint.path.clone()),
-        None => {
-            Some(directory.join("samples.bin")).filter(|store| store.metadata().is_ok_and(|m| m.len() > 64))
-        }
-    };
-    match orphan {
-        None => Ok(()),
-        Some(orphan) => anyhow::bail!(
-            "{} is there, but the journal of its run is missing or empty; restore {} from a copy, or give run.directory \
-             another folder",
-            orphan.display(),
-            directory.join("journal").display()
-        ),
-    }
 }
 
 /// Bytes of the sample store that the journal knows of.

@@ -16,6 +16,8 @@ mod peer_links;
 mod sink;
 mod verifier;
 
+pub(crate) use self::sink::STATES_FOLDER;
+
 use std::path::PathBuf;
 use std::time::Duration;
 

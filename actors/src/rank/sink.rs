@@ -29,7 +29,7 @@ use super::{Context, Inbox, Input, Progress, RankFault, Worker};
 /// Tokens and masks of all samples, in the order of their files.
 pub(crate) const SAMPLES_FILE: &str = "samples.jsonl";
 /// Where the files are, in the folder that was asked for: speculators looks for them there, beside its dataset.
-const STATES_FOLDER: &str = "hidden_states";
+pub(crate) const STATES_FOLDER: &str = "hidden_states";
 /// What a checkpoint of a sink holds.
 const STATE_FILE: &str = "extracted.json";
 

@@ -3,7 +3,7 @@
 //! It has a thread of its own and only reads snapshots, so that a slow terminal never holds the run up. The terminal is
 //! given back on every way out, panics included.
 
-mod format;
+pub(crate) mod format;
 mod parts;
 mod picture;
 #[cfg(test)]

@@ -5,13 +5,11 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
-use eaglet_actors::config::{ClusterConfig, TooLong};
+use eaglet_actors::config::ClusterConfig;
 use eaglet_actors::journal::{self, SampleBook, SampleSource};
 use eaglet_runtime::ids::SampleSeq;
 use eaglet_runtime::row::Sample;
-use eaglet_runtime::samples::{
-    ChatTokenizer, SampleLimits, SampleStore, Source, SourceOptions, explain, samples_of,
-};
+use eaglet_runtime::samples::{ChatTokenizer, SampleStore, Source, SourceOptions, explain, samples_of};
 
 use super::{resolved_config, visible};
 
@@ -39,13 +37,7 @@ pub(super) fn file(
         row_limit_bytes: config.samples.max_line_bytes,
         ..SourceOptions::default()
     };
-    let limits = SampleLimits {
-        max_tokens: match config.samples.too_long {
-            TooLong::Truncate => config.training.tokens_per_row,
-            TooLong::Quarantine => usize::MAX,
-        },
-        min_trained_tokens: config.samples.min_trained_tokens,
-    };
+    let limits = config.sample_limits();
     let mut source = Source::open(file, options)?;
     let mut left = count;
     while left > 0 {

@@ -12,6 +12,7 @@
 //!   that comes from outside reaches this module unchecked.
 
 mod attention;
+mod calibration;
 mod cpu;
 mod matrix;
 mod rotary;
@@ -19,6 +20,7 @@ mod routing;
 mod stored;
 
 pub use attention::{Attention, AttentionGradients, AttentionInputs, AttentionPlan, AttentionShape};
+pub use calibration::ProductRates;
 pub(crate) use cpu::widen_bf16;
 pub use cpu::{Cpu, ThreadsError};
 pub use matrix::{Matrix, MatrixMut};

@@ -49,6 +49,12 @@ struct LossRow {
     masked: bool,
 }
 
+/// Elements of the buffers of a block, for a draft vocabulary of `vocabulary` tokens.
+pub(super) fn block_elements(vocabulary: usize, hidden: usize) -> usize {
+    // What the head reads, that before its norm, and the logits.
+    block_rows(vocabulary) * (2 * hidden + vocabulary)
+}
+
 /// Rows of a block of logits.
 fn block_rows(vocabulary: usize) -> usize {
     (BLOCK_ELEMENTS / vocabulary).clamp(BLOCK_ROWS, 4 * BLOCK_ROWS)

@@ -11,6 +11,7 @@
 mod acceptance;
 mod backward;
 mod batch;
+mod cost;
 mod error;
 mod forward;
 mod frozen;
@@ -27,6 +28,7 @@ mod workspace;
 
 pub use acceptance::Acceptance;
 pub use batch::DraftBatch;
+pub use cost::{RowCost, RowLoad};
 pub use error::DraftError;
 pub use frozen::FrozenWeights;
 pub use init::init_parameters;

@@ -41,6 +41,20 @@ pub(super) struct Sizes {
 }
 
 impl Sizes {
+    /// Sizes of a row of `positions`, of which `active` are unrolled over `steps`.
+    pub(super) fn new(spec: &DraftSpec, steps: usize, positions: usize, active: usize) -> Self {
+        Self {
+            positions,
+            active,
+            steps,
+            hidden: spec.hidden_size,
+            intermediate: spec.intermediate_size,
+            query: spec.heads * spec.head_dim,
+            key: spec.kv_heads * spec.head_dim,
+            aux: spec.aux_layers * spec.hidden_size,
+        }
+    }
+
     /// S·R: rows of a stack over all steps.
     pub(super) fn stacked(&self) -> usize {
         self.steps * self.active
@@ -118,16 +132,7 @@ impl RowPlan {
                 .extend(self.active.iter().map(|&i| batch.position_ids[i as usize] + step));
         }
         self.attention = AttentionPlan::new(batch.segments(), &self.active, spec.sliding_window);
-        self.sizes = Sizes {
-            positions,
-            active: self.active.len(),
-            steps,
-            hidden: spec.hidden_size,
-            intermediate: spec.intermediate_size,
-            query: spec.heads * spec.head_dim,
-            key: spec.kv_heads * spec.head_dim,
-            aux: spec.aux_layers * spec.hidden_size,
-        };
+        self.sizes = Sizes::new(spec, steps, positions, self.active.len());
     }
 }
 
@@ -143,6 +148,11 @@ macro_rules! buffers {
             /// Gives every buffer its length; contents are what was left in them.
             pub(super) fn fit(&mut self, $sizes: &Sizes, $spec: &DraftSpec) {
                 $(self.$field.resize($size, 0.0);)*
+            }
+
+            /// Elements of all buffers together, once they have that length.
+            pub(super) fn elements($sizes: &Sizes, $spec: &DraftSpec) -> usize {
+                0 $(+ $size)*
             }
         }
     };

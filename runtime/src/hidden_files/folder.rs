@@ -103,9 +103,35 @@ impl HiddenFiles {
     /// # Errors
     /// When the folder cannot be read, has no such file, or its contract cannot be read.
     pub fn open(folder: &Path, longest: usize) -> Result<Self, HiddenFileError> {
+        let (mut files, mut names) = Self::list(folder, longest)?;
+        let folder = files.folder.clone();
+        // Of two files with the same tokens the first by name is taken, whatever order the system lists them in.
+        names.sort();
+        for name in names {
+            match HiddenFile::open(&folder.join(&name)) {
+                Ok(file) => {
+                    let tokens = &file.tokens()[..file.tokens().len().min(longest)];
+                    files.files.entry(digest(tokens)).or_insert(name);
+                }
+                Err(error) => files.refused.push(error),
+            }
+        }
+        Ok(files)
+    }
+
+    /// Checks that a folder has files, and that its contract, if it has one, is what is expected; the files are not opened.
+    ///
+    /// # Errors
+    /// As [`Self::open`] and [`Self::expect`].
+    pub fn look(folder: &Path, contract: &Contract) -> Result<(), HiddenFileError> {
+        Self::list(folder, 0)?.0.expect(contract)
+    }
+
+    /// The folder without its files, and their names.
+    fn list(folder: &Path, longest: usize) -> Result<(Self, Vec<String>), HiddenFileError> {
         let inner = folder.join(SUBFOLDER);
         let folder = if inner.is_dir() { &inner } else { folder };
-        let mut files = Self {
+        let files = Self {
             folder: folder.to_owned(),
             contract: read_contract(folder)?,
             files: HashMap::new(),
@@ -127,18 +153,7 @@ impl HiddenFiles {
                 folder: folder.to_owned(),
             });
         }
-        // Of two files with the same tokens the first by name is taken, whatever order the system lists them in.
-        names.sort();
-        for name in names {
-            match HiddenFile::open(&folder.join(&name)) {
-                Ok(file) => {
-                    let tokens = &file.tokens()[..file.tokens().len().min(longest)];
-                    files.files.entry(digest(tokens)).or_insert(name);
-                }
-                Err(error) => files.refused.push(error),
-            }
-        }
-        Ok(files)
+        Ok((files, names))
     }
 
     /// What the states are, if the folder says so.
@@ -237,29 +252,33 @@ impl HiddenWriter {
     /// When the folder cannot be written, or holds states of another contract.
     pub fn create(folder: &Path, contract: &Contract) -> Result<Self, HiddenFileError> {
         std::fs::create_dir_all(folder).map_err(|error| HiddenFileError::io("make", folder, error))?;
-        match read_contract(folder)? {
-            Some(found) => {
-                if let Some(difference) = contract.difference(&found) {
-                    return Err(HiddenFileError::Difference {
-                        folder: folder.to_owned(),
-                        difference,
-                    });
-                }
-            }
-            None => {
-                let json = ContractJson::from(contract);
-                let mut text =
-                    serde_json::to_vec_pretty(&json).map_err(|error| HiddenFileError::Contract {
-                        file: folder.join(CONTRACT_FILE),
-                        reason: error.to_string(),
-                    })?;
-                text.push(b'\n');
-                publish(&folder.join(CONTRACT_FILE), &text)?;
-            }
+        if !Self::look(folder, contract)? {
+            let json = ContractJson::from(contract);
+            let mut text = serde_json::to_vec_pretty(&json).map_err(|error| HiddenFileError::Contract {
+                file: folder.join(CONTRACT_FILE),
+                reason: error.to_string(),
+            })?;
+            text.push(b'\n');
+            publish(&folder.join(CONTRACT_FILE), &text)?;
         }
         Ok(Self {
             folder: folder.to_owned(),
         })
+    }
+
+    /// Whether a folder, which need not be there, says what its states are; changes nothing.
+    ///
+    /// # Errors
+    /// When it holds states of another contract.
+    pub fn look(folder: &Path, contract: &Contract) -> Result<bool, HiddenFileError> {
+        let found = read_contract(folder)?;
+        match found.as_ref().and_then(|found| contract.difference(found)) {
+            None => Ok(found.is_some()),
+            Some(difference) => Err(HiddenFileError::Difference {
+                folder: folder.to_owned(),
+                difference,
+            }),
+        }
     }
 
     /// Writes the states of one sample.

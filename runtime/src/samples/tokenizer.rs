@@ -137,6 +137,11 @@ impl ChatTokenizer {
         })
     }
 
+    /// The token of an id, as the vocabulary spells it.
+    pub fn token(&self, id: u32) -> Option<String> {
+        self.tokenizer.id_to_token(id)
+    }
+
     /// Token ids of a text; marks of special tokens within it become those tokens.
     ///
     /// # Errors

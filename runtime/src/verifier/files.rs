@@ -32,32 +32,43 @@ impl VerifierFiles {
     /// # Errors
     /// When the configuration is unusable or the weights' files are missing or damaged.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, VerifierError> {
-        Self::open_with(folder.as_ref(), ModelFiles::weights)
+        let (files, problems) = Self::survey(folder)?;
+        problems
+            .into_iter()
+            .next()
+            .map_or(Ok(files), |problem| Err(problem.into()))
     }
 
-    /// As [`Self::open`], but shards may be missing, and with them tensors; their digest is another one.
+    /// As [`Self::open`], for whoever goes on with what can be used: what is wrong with single files is returned beside the
+    /// rest. The digest is then that of the rest.
     ///
     /// # Errors
-    /// When the configuration is unusable, the index of shards is missing, or a file is damaged.
-    pub(super) fn open_present(folder: &Path) -> Result<Self, VerifierError> {
-        Self::open_with(folder, ModelFiles::weights_present)
-    }
-
-    fn open_with(
-        folder: &Path,
-        weights: impl Fn(&ModelFiles) -> Result<Weights, WeightsError>,
-    ) -> Result<Self, VerifierError> {
+    /// When there is nothing to go on with.
+    pub fn survey(folder: impl AsRef<Path>) -> Result<(Self, Vec<WeightsError>), VerifierError> {
         let files =
             ModelFiles::open(folder).map_err(|error| ConfigError::from(ModelFilesError::from(error)))?;
         let (config, config_bytes) = VerifierConfig::read_with_bytes(&files)?;
-        let weights = weights(&files)?;
+        let (weights, problems) = files.survey_weights()?;
         let digest = weights.digest(&config_bytes);
-        Ok(Self {
+        let survey = Self {
             config,
             names: Names::of(&weights),
             weights,
             digest,
-        })
+        };
+        Ok((survey, problems))
+    }
+
+    /// As [`Self::open`], but shards may be missing, and with them tensors: a draft needs few of them.
+    ///
+    /// # Errors
+    /// When the configuration is unusable, the index of shards is missing, or a file is damaged.
+    pub(super) fn open_present(folder: &Path) -> Result<Self, VerifierError> {
+        let (files, problems) = Self::survey(folder)?;
+        problems
+            .into_iter()
+            .find(|problem| !matches!(problem, WeightsError::ShardMissing { .. }))
+            .map_or(Ok(files), |problem| Err(problem.into()))
     }
 
     /// The configuration.
@@ -80,15 +91,22 @@ impl VerifierFiles {
         &self.names
     }
 
-    /// Every tensor that a shard reads.
-    pub fn needs(&self, shard: Shard) -> Vec<Need> {
-        Decoder::build(self, shard).needs
+    /// Every tensor that a shard reads, and everything that keeps the shard from being computed: tensors that are missing,
+    /// of another shape or in a form that cannot be unpacked, tensors of its layers that would be ignored, and slices that
+    /// cannot be cut.
+    pub fn inspect(&self, shard: Shard) -> (Vec<Need>, Vec<LayoutProblem>) {
+        let built = Decoder::build(self, shard);
+        (built.needs, built.problems)
     }
 
-    /// Everything that keeps a shard from being computed: tensors that are missing, of another shape or in a form that
-    /// cannot be unpacked, tensors of its layers that would be ignored, and slices that cannot be cut.
+    /// The first half of [`Self::inspect`].
+    pub fn needs(&self, shard: Shard) -> Vec<Need> {
+        self.inspect(shard).0
+    }
+
+    /// The second half of [`Self::inspect`].
     pub fn problems(&self, shard: Shard) -> Vec<LayoutProblem> {
-        Decoder::build(self, shard).problems
+        self.inspect(shard).1
     }
 
     /// Checks that the whole verifier can be computed.

@@ -176,8 +176,9 @@ impl<'a> Loader<'a> {
             bytes: 0,
             parameters: 0,
         });
-        need.bytes += bytes;
-        need.parameters += parameters;
+        // Embedding and head may be one tensor, which is read once.
+        need.bytes = need.bytes.max(bytes);
+        need.parameters = need.parameters.max(parameters);
     }
 
     /// A tensor of a shape, or `None` with the problem noted.

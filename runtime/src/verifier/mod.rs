@@ -12,6 +12,7 @@
 mod activations;
 mod attention;
 mod config;
+mod cost;
 mod decoder;
 mod error;
 mod extract;
@@ -31,6 +32,7 @@ mod shard;
 mod stored;
 
 pub use config::{ConfigError, VerifierConfig};
+pub use cost::ShardCost;
 pub use error::{LayoutProblem, VerifierError};
 pub(crate) use extract::largest_magnitude;
 pub use extract::{Verifier, VerifierOptions};

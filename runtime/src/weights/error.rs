@@ -65,6 +65,14 @@ pub enum WeightsError {
         /// The tensor looked for.
         tensor: String,
     },
+    /// A tensor lies in a shard that cannot be used.
+    #[error("tensor `{tensor}` lies in `{file}`, which is missing or damaged; download that file again")]
+    Absent {
+        /// The tensor looked for.
+        tensor: String,
+        /// The shard.
+        file: PathBuf,
+    },
     /// The file ends before its contents do.
     #[error("`{file}` is truncated: {reason}; download it again")]
     Truncated {

@@ -18,6 +18,7 @@ mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 
 pub use blocks::BlockFormat;
 pub use encoding::Encoding;
@@ -39,8 +40,10 @@ pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
 pub struct Weights {
     folder: PathBuf,
     tensors: BTreeMap<String, TensorView>,
-    /// Shards that are not there, by the names of their tensors.
-    absent: BTreeMap<String, String>,
+    /// Tensors that the index places in a file that cannot be used, with that file.
+    absent: BTreeMap<String, PathBuf>,
+    /// Names with their numbers left out, each with the first such name; made when a name is looked for in vain.
+    patterns: Arc<OnceLock<BTreeMap<String, String>>>,
 }
 
 impl Weights {
@@ -49,22 +52,16 @@ impl Weights {
     /// # Errors
     /// When the folder, the index or a shard is missing, or a file is truncated or no safetensors file.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, WeightsError> {
-        let weights = Self::open_present(folder)?;
-        let shards: BTreeSet<&str> = weights.absent.values().map(String::as_str).collect();
-        if shards.is_empty() {
-            return Ok(weights);
-        }
-        Err(WeightsError::ShardMissing {
-            index: weights.folder.join(INDEX_FILE),
-            shards: shards.into_iter().collect::<Vec<_>>().join("`, `"),
-        })
+        let (weights, problems) = Self::survey(folder)?;
+        problems.into_iter().next().map_or(Ok(weights), Err)
     }
 
-    /// As [`Self::open`], but shards may be missing: their tensors cannot be had.
+    /// As [`Self::open`], for whoever goes on with what can be used: shards that are missing, damaged or do not hold what
+    /// the index says are returned beside the tensors of the others.
     ///
     /// # Errors
-    /// When the folder or the index is missing, or a file is truncated or no safetensors file.
-    pub fn open_present(folder: impl AsRef<Path>) -> Result<Self, WeightsError> {
+    /// When there is nothing to go on with: no folder, no index, or no file of weights that can be read.
+    pub fn survey(folder: impl AsRef<Path>) -> Result<(Self, Vec<WeightsError>), WeightsError> {
         let folder = folder.as_ref();
         if !folder.is_dir() {
             return Err(WeightsError::FolderMissing {
@@ -73,11 +70,11 @@ impl Weights {
         }
         let single = folder.join(SINGLE_FILE);
         if single.is_file() {
-            return Self::open_file(&single);
+            return Ok((Self::open_file(&single)?, Vec::new()));
         }
         let index = folder.join(INDEX_FILE);
         if index.is_file() {
-            return Self::open_sharded(folder, &index);
+            return Self::survey_sharded(folder, &index);
         }
         Err(WeightsError::NoWeights {
             folder: folder.to_owned(),
@@ -91,11 +88,8 @@ impl Weights {
     pub fn open_file(path: impl AsRef<Path>) -> Result<Self, WeightsError> {
         let path = path.as_ref();
         let folder = path.parent().unwrap_or(Path::new("")).to_owned();
-        Ok(Self {
-            folder,
-            tensors: safetensors_file::open(path)?.into_iter().collect(),
-            absent: BTreeMap::new(),
-        })
+        let tensors = safetensors_file::open(path)?.into_iter().collect();
+        Ok(Self::of_tensors(folder, tensors))
     }
 
     /// The tensors of a file or folder, which is named in messages.
@@ -104,34 +98,53 @@ impl Weights {
             folder,
             tensors,
             absent: BTreeMap::new(),
+            patterns: Arc::default(),
         }
     }
 
-    fn open_sharded(folder: &Path, index: &Path) -> Result<Self, WeightsError> {
+    fn survey_sharded(folder: &Path, index: &Path) -> Result<(Self, Vec<WeightsError>), WeightsError> {
         let weight_map = read_index(index)?;
-        let (present, absent): (BTreeMap<String, String>, BTreeMap<String, String>) = weight_map
-            .into_iter()
-            .partition(|(_, shard)| folder.join(shard).is_file());
-        let weight_map = present;
         let shards: BTreeSet<&str> = weight_map.values().map(String::as_str).collect();
-        let mut tensors = BTreeMap::new();
-        for shard in shards {
-            let held = safetensors_file::open(&folder.join(shard))?;
-            let listed = |name: &str| weight_map.get(name).is_some_and(|listed| listed == shard);
-            tensors.extend(held.into_iter().filter(|(name, _)| listed(name)));
-        }
-        match weight_map.iter().find(|(name, _)| !tensors.contains_key(*name)) {
-            None => Ok(Self {
-                folder: folder.to_owned(),
-                tensors,
-                absent,
-            }),
-            Some((tensor, shard)) => Err(WeightsError::NotInShard {
+        let (present, missing): (Vec<&str>, Vec<&str>) =
+            shards.iter().partition(|name| folder.join(name).is_file());
+        let mut problems = Vec::new();
+        if !missing.is_empty() {
+            problems.push(WeightsError::ShardMissing {
                 index: index.to_owned(),
-                shard: shard.clone(),
-                tensor: tensor.clone(),
-            }),
+                shards: missing.join("`, `"),
+            });
         }
+        let mut tensors = BTreeMap::new();
+        let mut unusable: BTreeSet<&str> = missing.into_iter().collect();
+        for shard in present {
+            match safetensors_file::open(&folder.join(shard)) {
+                Ok(held) => {
+                    let listed = |name: &str| weight_map.get(name).is_some_and(|listed| listed == shard);
+                    tensors.extend(held.into_iter().filter(|(name, _)| listed(name)));
+                }
+                Err(problem) => {
+                    unusable.insert(shard);
+                    problems.push(problem);
+                }
+            }
+        }
+        let mut absent = BTreeMap::new();
+        for (tensor, shard) in weight_map.iter().filter(|(name, _)| !tensors.contains_key(*name)) {
+            // Of each shard that does not hold what it should one tensor is told.
+            if unusable.insert(shard) {
+                problems.push(WeightsError::NotInShard {
+                    index: index.to_owned(),
+                    shard: shard.clone(),
+                    tensor: tensor.clone(),
+                });
+            }
+            absent.insert(tensor.clone(), folder.join(shard));
+        }
+        let weights = Self {
+            absent,
+            ..Self::of_tensors(folder.to_owned(), tensors)
+        };
+        Ok((weights, problems))
     }
 
     /// The folder or GGUF file that the weights were opened from.
@@ -144,30 +157,30 @@ impl Weights {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// Whether a tensor of this name is there.
+    /// Whether a tensor of this name is there, or should be.
     pub fn contains(&self, name: &str) -> bool {
-        self.tensors.contains_key(name)
+        self.tensors.contains_key(name) || self.absent.contains_key(name)
     }
 
     /// The tensor of this name.
     ///
     /// # Errors
-    /// [`WeightsError::TensorMissing`], which suggests the nearest name, and [`WeightsError::ShardMissing`].
+    /// [`WeightsError::TensorMissing`], which suggests the nearest name, or [`WeightsError::Absent`].
     pub fn tensor(&self, name: &str) -> Result<TensorView, WeightsError> {
-        if let Some(shard) = self.absent.get(name) {
-            return Err(WeightsError::ShardMissing {
-                index: self.folder.join(INDEX_FILE),
-                shards: shard.clone(),
+        if let Some(tensor) = self.tensors.get(name) {
+            return Ok(tensor.clone());
+        }
+        if let Some(file) = self.absent.get(name) {
+            return Err(WeightsError::Absent {
+                tensor: name.to_owned(),
+                file: file.clone(),
             });
         }
-        self.tensors
-            .get(name)
-            .cloned()
-            .ok_or_else(|| WeightsError::TensorMissing {
-                folder: self.folder.clone(),
-                tensor: name.to_owned(),
-                nearest: self.nearest(name).map(str::to_owned),
-            })
+        Err(WeightsError::TensorMissing {
+            folder: self.folder.clone(),
+            tensor: name.to_owned(),
+            nearest: self.nearest(name),
+        })
     }
 
     /// Bytes of all tensors together.
@@ -191,14 +204,60 @@ impl Weights {
         digester.finish()
     }
 
-    /// The name that is most like `name`, if any is like it at all.
-    fn nearest(&self, name: &str) -> Option<&str> {
-        self.names()
-            .map(|candidate| (strsim::normalized_levenshtein(name, candidate), candidate))
-            .filter(|(likeness, _)| *likeness >= 0.6)
-            .max_by(|a, b| a.0.total_cmp(&b.0))
-            .map(|(_, candidate)| candidate)
+    /// The name that is most like `name`, if any is like it at all. Names that differ in numbers only are compared once: a
+    /// model of experts has hundreds of thousands.
+    fn nearest(&self, name: &str) -> Option<String> {
+        let patterns = self.patterns.get_or_init(|| {
+            let names = self.tensors.keys().rev();
+            names.map(|name| (without_numbers(name), name.clone())).collect()
+        });
+        let wanted = without_numbers(name);
+        let (_, pattern, first) = patterns
+            .iter()
+            .map(|(pattern, first)| (strsim::normalized_levenshtein(&wanted, pattern), pattern, first))
+            .filter(|(likeness, ..)| *likeness >= 0.6)
+            .max_by(|a, b| a.0.total_cmp(&b.0))?;
+        let numbered = with_numbers(pattern, name);
+        Some(if self.tensors.contains_key(&numbered) {
+            numbered
+        } else {
+            first.clone()
+        })
     }
+}
+
+/// Stands for a number in a pattern of names.
+const NUMBER: char = '#';
+
+/// A name with each number replaced.
+fn without_numbers(name: &str) -> String {
+    let mut pattern = String::new();
+    for character in name.chars() {
+        if !character.is_ascii_digit() {
+            pattern.push(character);
+        } else if !pattern.ends_with(NUMBER) {
+            pattern.push(NUMBER);
+        }
+    }
+    pattern
+}
+
+/// A pattern with the numbers of a name, in their order.
+fn with_numbers(pattern: &str, name: &str) -> String {
+    let mut numbers = name
+        .split(|character: char| !character.is_ascii_digit())
+        .filter(|number| !number.is_empty());
+    let mut filled = String::new();
+    for character in pattern.chars() {
+        match (character, numbers.clone().next()) {
+            (NUMBER, Some(number)) => {
+                filled.push_str(number);
+                numbers.next();
+            }
+            _ => filled.push(character),
+        }
+    }
+    filled
 }
 
 /// Reads the `weight_map` of an index: tensor name to shard file name.

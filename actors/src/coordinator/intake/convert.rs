@@ -7,7 +7,7 @@ use eaglet_runtime::row::Sample;
 use eaglet_runtime::samples::{ChatRole, ChatTokenizer, Conversation, Row, SampleLimits, samples_of};
 
 use super::Verdict;
-use crate::config::{ClusterConfig, TooLong};
+use crate::config::ClusterConfig;
 
 /// Cuts rows into samples and holds conversations out.
 pub(super) struct Converter {
@@ -32,24 +32,13 @@ impl Converter {
     pub(super) fn new(config: &ClusterConfig, tokenizer: Arc<ChatTokenizer>) -> Self {
         let (samples, training) = (&config.samples, &config.training);
         let room = training.tokens_per_row;
-        let whole = samples.too_long == TooLong::Quarantine;
         Self {
             tokenizer,
-            limits: SampleLimits {
-                max_tokens: if whole { usize::MAX } else { room },
-                min_trained_tokens: samples.min_trained_tokens,
-            },
-            prompt_limits: SampleLimits {
-                max_tokens: room.saturating_sub(training.max_new_tokens).max(2),
-                min_trained_tokens: 1,
-            },
+            limits: config.sample_limits(),
+            prompt_limits: config.prompt_limits(),
             room,
             max_new_tokens: training.max_new_tokens,
-            held_out_every: if samples.held_out.is_empty() {
-                samples.held_out_every
-            } else {
-                0
-            },
+            held_out_every: config.held_out_every(),
             held_out_room: samples.held_out_rows * room * usize::from(config.rows_per_step()),
             held_out_tokens: 0,
             prompts: Vec::new(),

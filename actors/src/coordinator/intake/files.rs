@@ -148,7 +148,7 @@ impl KnownFile {
 ///
 /// # Errors
 /// If the folder cannot be read.
-pub(super) fn files_in(folder: &Path) -> io::Result<Vec<PathBuf>> {
+pub(crate) fn files_in(folder: &Path) -> io::Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(folder)? {
         let path = entry?.path();

@@ -30,6 +30,7 @@ use eaglet_runtime::samples::{ChatTokenizer, Row};
 use ractor::ActorRef;
 use tokio::runtime::Handle;
 
+pub(crate) use self::files::files_in;
 use self::reader::{Reader, Stop};
 use super::cluster::ClusterMessage;
 use super::operator::Reply;

@@ -17,13 +17,12 @@ use super::{IntakeItem, IntakeRequest, Outlet, Reply, Verdict, name_of};
 use crate::config::ClusterConfig;
 use crate::engine::{Event, Notice};
 use crate::journal::{SampleBook, SampleSource};
+use crate::preflight::ENOUGH_COVERAGE;
 
 /// Samples handed over at once.
 const BATCH: usize = 64;
 /// The engine counts the steps anew after so many samples of one file.
 const GROWTH: u64 = 4096;
-/// Share of the trained tokens of later samples that the draft vocabulary should hold at least.
-const ENOUGH_COVERAGE: f64 = 0.9;
 /// People are told of growth at most this often; the rest is only in the log.
 const NOTICE_INTERVAL: Duration = Duration::from_secs(10);
 

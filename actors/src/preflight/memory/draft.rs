@@ -1,0 +1,196 @@
+//! Memory of a draft rank.
+
+use eaglet_runtime::draft::{DraftSpec, RowLoad};
+
+use super::{MemoryPart, Use, process, ring_bytes};
+use crate::preflight::links::state_bytes;
+
+/// What decides the memory of a draft rank.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DraftRank<'a> {
+    /// The draft.
+    pub(crate) spec: &'a DraftSpec,
+    /// Its trained parameters.
+    pub(crate) parameters: u64,
+    /// TTT steps.
+    pub(crate) steps: usize,
+    /// Tokens of a row.
+    pub(crate) tokens_per_row: u64,
+    /// Rows of a step.
+    pub(crate) lanes: u64,
+    /// Draft ranks.
+    pub(crate) members: u64,
+    /// Steps whose rows are extracted ahead.
+    pub(crate) prefetch_steps: u64,
+    /// Bytes of hidden states per token.
+    pub(crate) hidden_bytes_per_token: u64,
+    /// Tokens of the held-out rows of a lane; 0 where nothing is held out.
+    pub(crate) held_out_tokens: u64,
+    /// Compute threads.
+    pub(crate) threads: usize,
+}
+
+impl DraftRank<'_> {
+    /// Lanes of the rank that has most of them.
+    pub(crate) fn own_lanes(&self) -> u64 {
+        self.lanes.div_ceil(self.members.max(1))
+    }
+
+    pub(crate) fn parts(&self) -> Vec<MemoryPart> {
+        let spec = self.spec;
+        let positions = self.tokens_per_row as usize;
+        let cost = spec.row_cost(&RowLoad {
+            positions,
+            active: positions,
+            steps: self.steps,
+            visible: 0.0,
+        });
+        let hidden = spec.hidden_size as u64;
+        let embedding = 4 * spec.vocab_size as u64 * hidden;
+        let frozen = embedding + 4 * (spec.draft_vocab_size as u64 + 1) * hidden;
+        let (weights, own) = (4 * self.parameters, self.own_lanes());
+        let row = self.tokens_per_row * self.hidden_bytes_per_token;
+        let held_out = self.held_out_tokens * self.hidden_bytes_per_token;
+        // Rows of coming steps, held-out rows, and a copy of a lane's while it is evaluated.
+        let rows = self.prefetch_steps * own * row + (own + 1) * held_out;
+        let peers = self.members - 1;
+        let mut parts = vec![
+            MemoryPart::new(Use::Frozen, frozen),
+            MemoryPart::new(Use::OptimizerState, state_bytes(self.parameters)),
+            MemoryPart::new(Use::Gradient, weights),
+            MemoryPart::new(Use::Exchange, self.exchange_bytes()),
+            MemoryPart::new(
+                Use::Activations,
+                cost.activation_bytes + cost.delta_bytes + cost.batch_bytes,
+            ),
+            MemoryPart::new(Use::Logits, cost.logit_bytes),
+            MemoryPart::new(Use::HiddenStates, rows),
+            MemoryPart::new(Use::Links, peers * ring_bytes()),
+            process(self.threads),
+        ];
+        // The embedding is widened into one place and moved to another before anything else is there.
+        let all: u64 = parts.iter().map(|part| part.bytes).sum();
+        let loading = 2 * embedding + (frozen - embedding);
+        if let Some(part) = parts.first_mut() {
+            part.bytes += loading.saturating_sub(all);
+        }
+        parts
+    }
+
+    /// Gradients that are being summed, or the whole state on its way to a replacement, whichever is more.
+    fn exchange_bytes(&self) -> u64 {
+        let (weights, own) = (4 * self.parameters, self.own_lanes());
+        let segment = weights.div_ceil(self.members);
+        // Copies of the own lanes, segments of the others', and the sum.
+        let summing = own * weights + (self.lanes - own.min(self.lanes)) * segment + segment;
+        let donating = if self.members > 1 {
+            state_bytes(self.parameters)
+        } else {
+            0
+        };
+        summing.max(donating)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use eaglet_runtime::draft::LayerKind;
+    use eaglet_runtime::rope::{Rope, RopeScaling};
+
+    use super::super::tests::bytes_of;
+    use super::*;
+
+    /// The draft of Kimi-K2.5 as it is published.
+    fn kimi() -> DraftSpec {
+        DraftSpec {
+            layer: LayerKind::Llama,
+            hidden_size: 7168,
+            intermediate_size: 12288,
+            heads: 64,
+            kv_heads: 64,
+            head_dim: 128,
+            vocab_size: 163_840,
+            draft_vocab_size: 32_000,
+            aux_layers: 3,
+            rms_norm_eps: 1e-5,
+            rope: Rope {
+                theta: 50_000.0,
+                dim: 128,
+                scaling: RopeScaling::None,
+            },
+            sliding_window: None,
+            norm_before_residual: true,
+            norm_before_fc: false,
+            fc_norm: false,
+            norm_output: true,
+        }
+    }
+
+    fn draft(spec: &DraftSpec, lanes: u64, members: u64) -> DraftRank<'_> {
+        DraftRank {
+            spec,
+            parameters: spec.parameters().expect("it is consistent"),
+            steps: 3,
+            tokens_per_row: 2048,
+            lanes,
+            members,
+            prefetch_steps: 3,
+            hidden_bytes_per_token: 57_344,
+            held_out_tokens: 0,
+            threads: 1,
+        }
+    }
+
+    #[test]
+    fn a_draft_rank_of_kimi_is_counted_by_hand() {
+        let spec = kimi();
+        let parts = draft(&spec, 1, 1).parts();
+        // 0.83 billion parameters; embedding and head rows of 7168.
+        let parameters = 829_452_288;
+        assert_eq!(bytes_of(&parts, Use::OptimizerState), 12 * parameters);
+        assert_eq!(bytes_of(&parts, Use::Gradient), 4 * parameters);
+        assert_eq!(bytes_of(&parts, Use::Frozen), 4 * 7168 * (163_840 + 32_000 + 1));
+        // Alone it copies its lane's gradient and sums it.
+        assert_eq!(bytes_of(&parts, Use::Exchange), 8 * parameters);
+        // Three steps ahead of one row of 2048 tokens, 57,344 bytes each.
+        assert_eq!(bytes_of(&parts, Use::HiddenStates), 3 * 2048 * 57_344);
+        assert_eq!(bytes_of(&parts, Use::Links), 0);
+        // 131 rows of logits: 4 Mi elements over 32,000 tokens.
+        assert_eq!(bytes_of(&parts, Use::Logits), 4 * 131 * (2 * 7168 + 32_000));
+        assert!(parts.iter().all(|part| !part.mapped));
+    }
+
+    #[test]
+    fn several_replicas_exchange_segments_and_may_give_their_state_away() {
+        let spec = kimi();
+        let weights = 4 * 829_452_288_u64;
+        // Two ranks, a lane each: a copy, half of the other's and half a sum; a donated state is more.
+        assert_eq!(draft(&spec, 2, 2).exchange_bytes(), 3 * weights);
+        // Two ranks, eight lanes: four copies, half of four, half a sum.
+        assert_eq!(
+            draft(&spec, 8, 2).exchange_bytes(),
+            4 * weights + 2 * weights + weights / 2
+        );
+        assert_eq!(bytes_of(&draft(&spec, 2, 2).parts(), Use::Links), 8 << 20);
+        // A spare rank owns no lane more than the others have.
+        assert_eq!(draft(&spec, 2, 3).own_lanes(), 1);
+    }
+
+    #[test]
+    fn while_a_large_embedding_is_loaded_it_is_there_twice() {
+        let mut spec = kimi();
+        (
+            spec.hidden_size,
+            spec.intermediate_size,
+            spec.heads,
+            spec.kv_heads,
+        ) = (64, 64, 1, 1);
+        (spec.vocab_size, spec.draft_vocab_size) = (1 << 20, 16);
+        let mut rank = draft(&spec, 1, 1);
+        (rank.tokens_per_row, rank.hidden_bytes_per_token) = (16, 4);
+        let parts = rank.parts();
+        let embedding = 4 * 64 * (1 << 20);
+        let total: u64 = parts.iter().map(|part| part.bytes).sum();
+        assert_eq!(total, 2 * embedding + 4 * 64 * 17, "{parts:?}");
+    }
+}
