@@ -108,12 +108,18 @@ impl<'a> Findings<'a> {
         if severity == Severity::Fatal && self.survey.problems.iter().any(|problem| is_known(&problem)) {
             return;
         }
-        self.found.push(Finding {
+        let finding = Finding {
             topic,
             place: self.survey.place(key).to_string(),
             message: message.into(),
             severity,
-        });
+        };
+        // One damaged file is met by all who read it.
+        let says_the_same =
+            |known: &Finding| (&known.place, &known.message) == (&finding.place, &finding.message);
+        if !self.found.iter().any(says_the_same) {
+            self.found.push(finding);
+        }
     }
 
     /// Whether something was found that a launch refuses.

@@ -103,7 +103,10 @@ fn rounded(folder: &Path, to: &Path, storage: Storage) {
     safetensors::serialize_to_file(views, None, &to.join("model.safetensors")).expect("it is writable");
     for name in ["config.json", "generation_config.json"] {
         if folder.join(name).is_file() {
-            std::fs::copy(folder.join(name), to.join(name)).expect("it can be copied");
+            let text = std::fs::read_to_string(folder.join(name)).expect("it can be read");
+            // Windows of Qwen are nothing that a GGUF file could say.
+            let text = text.replace("\"use_sliding_window\": true", "\"use_sliding_window\": false");
+            std::fs::write(to.join(name), text).expect("it is writable");
         }
     }
 }

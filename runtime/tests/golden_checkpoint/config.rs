@@ -251,7 +251,7 @@ fn what_no_draft_of_ours_can_be_is_refused() {
         (
             "transformer_layer_config.rope_parameters.rope_type",
             json!("longrope"),
-            "default, linear or llama3",
+            "default, linear, llama3 or yarn",
         ),
         (
             "transformer_layer_config.rope_parameters.rope_type",

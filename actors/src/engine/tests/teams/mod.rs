@@ -192,7 +192,8 @@ fn a_team_of_which_nobody_works_is_formed_again_and_a_member_that_does_not_join_
     let patience = |cluster: &mut Cluster, ms: u64| {
         let until_ms = cluster.now_ms + ms;
         while cluster.now_ms < until_ms {
-            cluster.now_ms += 500;
+            // With the beats less than what makes the engine think that it was held up itself.
+            cluster.now_ms += 400;
             cluster.beat(&idle);
             cluster.feed(Event::Tick);
         }
