@@ -175,7 +175,8 @@ fn about(report: &Report, out: &mut dyn Write) -> Result<()> {
 const COLUMNS: [(&str, &[Use]); 6] = [
     ("weights", &[Use::Weights, Use::Frozen]),
     ("state", &[Use::OptimizerState]),
-    ("gradients", &[Use::Gradient, Use::Exchange]),
+    ("gradients", &[Use::Gradient]),
+    ("exchange", &[Use::Exchange]),
     ("activations", &[Use::Activations, Use::Logits, Use::Answers]),
     ("hidden", &[Use::HiddenStates]),
     ("rest", &[Use::Links, Use::Process]),
