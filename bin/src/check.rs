@@ -172,7 +172,7 @@ fn about(report: &Report, out: &mut dyn Write) -> Result<()> {
 }
 
 /// Columns of the table of ranks, and what is summed in each.
-const COLUMNS: [(&str, &[Use]); 6] = [
+const COLUMNS: [(&str, &[Use]); 7] = [
     ("weights", &[Use::Weights, Use::Frozen]),
     ("state", &[Use::OptimizerState]),
     ("gradients", &[Use::Gradient]),
@@ -195,9 +195,10 @@ fn ranks(ranks: &[RankPlan], out: &mut dyn Write) -> Result<()> {
         names[3],
         names[4],
         names[5],
+        names[6],
         "memory",
     ])
-    .align_right(&[2, 3, 4, 5, 6, 7, 8, 9, 10]);
+    .align_right(&[2, 3, 4, 5, 6, 7, 8, 9, 10, 11]);
     for rank in ranks {
         let holds = match &rank.shard {
             None if rank.parameters == 0 && rank.seat.starts_with("draft") => "files to write".to_owned(),
@@ -223,7 +224,7 @@ fn ranks(ranks: &[RankPlan], out: &mut dyn Write) -> Result<()> {
                 bytes => size(bytes),
             }
         });
-        let [a, b, c, d, e, f] = cells;
+        let [a, b, c, d, e, f, g] = cells;
         table.push([
             rank.seat.clone(),
             holds,
@@ -235,6 +236,7 @@ fn ranks(ranks: &[RankPlan], out: &mut dyn Write) -> Result<()> {
             d,
             e,
             f,
+            g,
             size(rank.memory_bytes),
         ]);
     }
