@@ -127,7 +127,7 @@ impl<E: Exchange> ShardPeers<E> {
             for other in 0..slices {
                 if other == slice {
                     for (value, before) in values.iter_mut().zip(&before) {
-                        *value = before + *value;
+                        *value += before;
                     }
                     continue;
                 }

@@ -108,7 +108,7 @@ impl Download {
         let listing = match self.list() {
             // The same files are as good without a network.
             Err(error @ HubError::Unreachable { .. }) => {
-                return self.hub.from_cache(&self.model, self.need).map_or(Err(error), |path| {
+                return self.hub.cached_snapshot(&self.model, self.need).map_or(Err(error), |path| {
                     tracing::warn!(model = %self.model, "the hub cannot be asked; what is in the cache is used");
                     Ok(path)
                 });

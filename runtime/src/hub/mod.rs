@@ -184,7 +184,7 @@ impl Hub {
         mut progress: impl FnMut(&Progress),
     ) -> Result<PathBuf, HubError> {
         if self.is_offline {
-            return self.from_cache(model, need);
+            return self.cached_snapshot(model, need);
         }
         let (events, heard) = channel();
         let download = Download::new(self.clone(), model.clone(), need, events)?;
@@ -227,7 +227,7 @@ impl Hub {
     }
 
     /// The snapshot in the cache, if it has what is needed.
-    fn from_cache(&self, model: &HubModel, need: Need) -> Result<PathBuf, HubError> {
+    fn cached_snapshot(&self, model: &HubModel, need: Need) -> Result<PathBuf, HubError> {
         let missing = |missing: String| HubError::Offline {
             model: model.to_string(),
             missing,

@@ -161,6 +161,7 @@ mod tests {
             row: content(3),
             hidden: states(3, 0..STATES),
         };
+        #[allow(clippy::single_range_in_vec_init, reason = "the whole is a cut into one part")]
         let cuts: [&[std::ops::Range<usize>]; 3] = [&[0..1, 1..3, 3..4], &[0..4], &[0..3, 3..4]];
         for cut in cuts {
             for first in 0..cut.len() {

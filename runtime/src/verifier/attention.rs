@@ -30,7 +30,7 @@ enum Projections {
         /// Weights of the norms of a head of queries and of keys.
         norms: Option<(Vec<f32>, Vec<f32>)>,
     },
-    Latent(Box<Latent>),
+    Latent(Latent),
 }
 
 struct Latent {
@@ -196,7 +196,7 @@ impl AttentionBlock {
             softcap: None,
             sinks: Vec::new(),
             rotation: Some(rotations.index_of(&config.rope, nope_dim, config.pairing)),
-            projections: Projections::Latent(Box::new(latent)),
+            projections: Projections::Latent(latent),
             output: loader.inputs(
                 "self_attn.o_proj",
                 hidden,

@@ -11,8 +11,8 @@ use crate::device::{Device, Gate, Matrix, MatrixMut, Routing};
 
 /// The MLP of one layer, or a slice of it.
 pub(super) enum MlpBlock {
-    Dense(Dense),
-    Experts(Experts),
+    Dense(Box<Dense>),
+    Experts(Box<Experts>),
 }
 
 /// A gated MLP.
@@ -36,8 +36,8 @@ pub(super) struct Experts {
 impl MlpBlock {
     pub(super) fn new(loader: &LayerLoader<'_, '_>, config: &MlpConfig, hidden: usize) -> Self {
         match config {
-            MlpConfig::Dense(config) => Self::Dense(Dense::new(loader, config, hidden)),
-            MlpConfig::Experts(config) => Self::Experts(Experts::new(loader, config, hidden)),
+            MlpConfig::Dense(config) => Self::Dense(Box::new(Dense::new(loader, config, hidden))),
+            MlpConfig::Experts(config) => Self::Experts(Box::new(Experts::new(loader, config, hidden))),
         }
     }
 

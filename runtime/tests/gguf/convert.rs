@@ -9,6 +9,9 @@ use serde_json::Value;
 use super::quantise::Storage;
 use super::writer::Writer;
 
+/// Shape and values of a tensor.
+type Matrix = (Vec<usize>, Vec<f32>);
+
 /// Names of a layer's tensors: Hugging Face's and GGUF's.
 const LAYER: &[(&str, &str)] = &[
     ("input_layernorm", "attn_norm"),
@@ -165,7 +168,7 @@ impl Model {
     }
 
     fn tensors(&self, writer: &mut Writer, weights: &Weights, storage: Storage) {
-        let mut experts: BTreeMap<(usize, String), BTreeMap<usize, (Vec<usize>, Vec<f32>)>> = BTreeMap::new();
+        let mut experts: BTreeMap<(usize, String), BTreeMap<usize, Matrix>> = BTreeMap::new();
         for name in weights.names() {
             let view = weights.tensor(name).expect("it was named");
             let values = view.to_f32().expect("floats").into_owned();

@@ -68,7 +68,7 @@ impl RankFault {
 #[derive(Debug)]
 pub enum Worker {
     /// Extracts.
-    Verifier(Verifier),
+    Verifier(Box<Verifier>),
     /// Trains.
     Draft(Box<Draft>),
 }
@@ -362,7 +362,7 @@ impl World {
                     Role::Verifier => {
                         let (stages, slices) = (self.plan.settings.pipeline, self.plan.settings.tensor);
                         let index = rank.seat.index % (stages * slices);
-                        Worker::Verifier(Verifier::new(Shard::nth(index, stages, slices)))
+                        Worker::Verifier(Box::new(Verifier::new(Shard::nth(index, stages, slices))))
                     }
                     Role::Draft => Worker::Draft(Box::default()),
                 };

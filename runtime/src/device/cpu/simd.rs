@@ -201,7 +201,7 @@ kernels! {
     fn geglu(gate: &[f32], up: &[f32], out: &mut [f32]) {
         for ((out, &gate), &up) in out.iter_mut().zip(gate).zip(up) {
             let cubed = fma::<FMA>(gate * gate * gate, 0.044_715, gate);
-            *out = gate / (1.0 + exp::<FMA>(-1.595_769_1 * cubed)) * up;
+            *out = gate / (1.0 + exp::<FMA>(-1.595_769_2 * cubed)) * up;
         }
     }
 

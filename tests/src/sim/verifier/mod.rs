@@ -198,7 +198,7 @@ impl Verifier {
     fn found(&self, world: &mut World, job: &Job) -> Option<Unit> {
         let own = u64::from(self.shard.stage * self.shard.slices + self.shard.slice);
         let shards = u64::from(self.shard.stages * self.shard.slices);
-        let bad = match job {
+        match job {
             Job::Check => None,
             Job::Row(extraction) => {
                 let mut bad = extraction
@@ -226,8 +226,7 @@ impl Verifier {
                     sample: SampleSeq::default(),
                 }
             }),
-        };
-        bad
+        }
     }
 
     /// Goes as far as it can without time or input.
