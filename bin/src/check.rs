@@ -8,6 +8,7 @@ use eaglet_actors::preflight::{
     SampleSurvey, SideSpeed, SpeedSource, SupplyPlan, Use, VocabularySurvey, Waiting, prefixed, size,
 };
 use eaglet_runtime::hub::Need;
+use eaglet_runtime::ids::Role;
 
 use crate::cli::{CheckArgs, Exit};
 use crate::launch::complain;
@@ -201,8 +202,8 @@ fn ranks(ranks: &[RankPlan], out: &mut dyn Write) -> Result<()> {
     .align_right(&[2, 3, 4, 5, 6, 7, 8, 9, 10, 11]);
     for rank in ranks {
         let holds = match &rank.shard {
-            None if rank.parameters == 0 && rank.seat.starts_with("draft") => "files to write".to_owned(),
-            None if rank.parameters == 0 => "files to read".to_owned(),
+            None if rank.role == Role::Verifier => "files to read".to_owned(),
+            None if rank.parameters == 0 => "files to write".to_owned(),
             None => "the draft".to_owned(),
             Some(shard) if shard.stages * shard.slices == 1 => "the verifier".to_owned(),
             Some(shard) => {
@@ -412,7 +413,7 @@ fn supply_lines(supply: &SupplyPlan) -> Vec<String> {
     lines
 }
 
-/// A number of parameters: `829 M`.
+/// A number of parameters, as models are named: `829 M`, `135 B`.
 fn parameters(count: u64) -> String {
-    prefixed(count as f64).trim_end().to_owned()
+    prefixed(count as f64).trim_end().replace('G', "B")
 }
