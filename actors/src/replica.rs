@@ -347,7 +347,8 @@ impl Replica {
             };
             state.save(&folder.join(STATE_FILE), self.layout_digest())
         })?;
-        if let Err(error) = checkpoints.prune(keep, recorded) {
+        // The one before stays in any case: a command that comes late or twice knows of an older record.
+        if let Err(error) = checkpoints.prune(keep.max(2), recorded) {
             // The new checkpoint is whole; an old one too many is no reason to stop.
             tracing::warn!(%error, "an old checkpoint cannot be removed");
         }

@@ -274,7 +274,7 @@ impl SinkWorker {
             .map_err(RankFault::permanent)?;
         if let Err(error) = self
             .checkpoints
-            .prune(self.context.config.checkpoints.keep, recorded)
+            .prune(self.context.config.checkpoints.keep.max(2), recorded)
         {
             tracing::warn!(%error, "an old checkpoint cannot be removed");
         }
