@@ -6,6 +6,8 @@ use std::process::ExitCode;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use eaglet_runtime::ids::{Role, Seat};
 
+use crate::bench::BenchCommand;
+
 /// Trains EAGLE-3 draft models on a supervised cluster of ranks.
 #[derive(Debug, Parser)]
 #[command(version, arg_required_else_help = true)]
@@ -294,36 +296,6 @@ pub(crate) struct ShowArgs {
     pub(crate) count: usize,
     #[command(flatten)]
     pub(crate) run: RunArgs,
-}
-
-/// `eaglet bench`.
-#[derive(Debug, Subcommand)]
-pub(crate) enum BenchCommand {
-    /// Hurt a small cluster again and again: how long until a fault is noticed, and until training goes on.
-    Recovery(RecoveryArgs),
-}
-
-/// `eaglet bench recovery`.
-#[derive(Debug, Args)]
-pub(crate) struct RecoveryArgs {
-    /// The cluster file that names verifier and samples; its ranks and its training are replaced.
-    #[arg(long, default_value = "cluster.toml")]
-    pub(crate) cluster: PathBuf,
-    /// Override a key of the cluster file; may be repeated.
-    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
-    pub(crate) sets: Vec<String>,
-    /// How many draft ranks.
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
-    pub(crate) drafts: u16,
-    /// Weights and moments of a draft rank, in MB.
-    #[arg(long, default_value_t = 100)]
-    pub(crate) state_mb: usize,
-    /// How often each fault strikes each role.
-    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
-    pub(crate) repeats: u32,
-    /// Print one JSON object with all samples instead of a table.
-    #[arg(long)]
-    pub(crate) json: bool,
 }
 
 /// `eaglet live-picture`.

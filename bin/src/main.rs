@@ -18,9 +18,8 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Parser;
-use eaglet_runtime::hub::Need;
 
-use cli::{BenchCommand, Cli, Command, Exit, ExtractArgs, PictureArgs, RecoveryArgs};
+use cli::{Cli, Command, Exit, ExtractArgs, PictureArgs};
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
@@ -36,7 +35,7 @@ fn main() -> ExitCode {
             launch::launch(&arguments, survey)
         }
         Command::Rank(arguments) => launch::occupy(&arguments),
-        Command::Bench(BenchCommand::Recovery(arguments)) => bench_recovery(&arguments),
+        Command::Bench(command) => bench::command(&command),
         Command::Ranks(command) => ranks::command(&command),
         Command::Samples(command) => samples::command(&command),
         Command::LivePicture(arguments) => picture(&arguments),
@@ -46,16 +45,6 @@ fn main() -> ExitCode {
         Exit::Failed
     });
     exit.into()
-}
-
-fn bench_recovery(arguments: &RecoveryArgs) -> Result<Exit> {
-    match run::load(&arguments.cluster, &arguments.sets) {
-        Ok(mut config) => {
-            fetch::verifier(&mut config, Need::Whole)?;
-            bench::recovery(arguments, config, &mut std::io::stdout().lock()).map(|()| Exit::Done)
-        }
-        Err(exit) => Ok(exit),
-    }
 }
 
 fn picture(arguments: &PictureArgs) -> Result<Exit> {

@@ -1,5 +1,10 @@
-//! Percentiles, and what must be known of the machine to read them.
+//! Percentiles and spreads, and what must be known of machine and process to read them.
 
+use std::time::Instant;
+
+use anyhow::Result;
+use eaglet_runtime::device::MachineLimits;
+use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 
 /// The machine that a measurement was made on.
@@ -45,6 +50,120 @@ pub(super) fn percentile(values: &[u64], percent: u64) -> Option<u64> {
     sorted.get(rank - 1).copied()
 }
 
+/// Median and range of what was measured several times.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub(super) struct Spread {
+    pub(super) median: f64,
+    pub(super) min: f64,
+    pub(super) max: f64,
+}
+
+impl Spread {
+    /// Of some values; all zero without any.
+    pub(super) fn of(values: &[f64]) -> Self {
+        let mut sorted = values.to_vec();
+        sorted.sort_unstable_by(f64::total_cmp);
+        let at = |index: usize| sorted.get(index).copied().unwrap_or_default();
+        let middle = sorted.len() / 2;
+        let median = match sorted.len() {
+            length if length % 2 == 0 && length > 0 => (at(middle - 1) + at(middle)) / 2.0,
+            _ => at(middle),
+        };
+        Self {
+            median,
+            min: at(0),
+            max: at(sorted.len().saturating_sub(1)),
+        }
+    }
+}
+
+/// What the machine could do at best, measured in the same run.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct Limits {
+    pub(super) threads: usize,
+    pub(super) f32_gflops: f64,
+    pub(super) memory_gb_per_s: f64,
+}
+
+impl Limits {
+    /// Takes about a second.
+    ///
+    /// # Errors
+    /// If the threads cannot be started.
+    pub(super) fn measure(threads: usize) -> Result<Self> {
+        let limits = MachineLimits::measure(threads)?;
+        Ok(Self {
+            threads: limits.threads,
+            f32_gflops: limits.f32_flops_per_s / 1e9,
+            memory_gb_per_s: limits.memory_bytes_per_s / 1e9,
+        })
+    }
+}
+
+impl std::fmt::Display for Limits {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self {
+            threads,
+            f32_gflops,
+            memory_gb_per_s,
+        } = self;
+        write!(
+            f,
+            "limit of {threads} threads, measured in this run: {f32_gflops:.0} GFLOP/s of f32 multiply-adds, \
+             {memory_gb_per_s:.1} GB/s of copying"
+        )
+    }
+}
+
+impl std::fmt::Display for Machine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { cores, cpu, load } = self;
+        let [before, after] = load;
+        write!(
+            f,
+            "{cores} cores, {cpu}, load {before:.1} before and {after:.1} after"
+        )
+    }
+}
+
+/// Wall and processor seconds of one run of something.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Took {
+    pub(super) wall: f64,
+    pub(super) cpu: f64,
+}
+
+/// Runs once and measures.
+///
+/// # Errors
+/// Those of `run`.
+pub(super) fn measured<R>(run: impl FnOnce() -> Result<R>) -> Result<(Took, R)> {
+    let (begun, cpu_before) = (Instant::now(), process_seconds());
+    let result = run()?;
+    let took = Took {
+        wall: begun.elapsed().as_secs_f64(),
+        cpu: process_seconds() - cpu_before,
+    };
+    Ok((took, result))
+}
+
+/// Processor time of all threads of this process so far.
+fn process_seconds() -> f64 {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
+/// Most memory that this process ever had, in bytes; 0 if the system does not tell.
+pub(super) fn peak_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let kib = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB"));
+    kib.and_then(|kib| kib.parse::<u64>().ok())
+        .unwrap_or_default()
+        .saturating_mul(1024)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -59,5 +178,24 @@ mod tests {
             [Some(50), Some(99), Some(100)]
         );
         assert_eq!(percentile(&[1, 2, 3, 4], 99), Some(4));
+    }
+
+    #[test]
+    fn a_spread_has_the_middle_of_an_even_number() {
+        let spread = |values: &[f64]| {
+            let Spread { median, min, max } = Spread::of(values);
+            [median, min, max]
+        };
+        assert_eq!(spread(&[]), [0.0; 3]);
+        assert_eq!(spread(&[3.0, 1.0, 2.0]), [2.0, 1.0, 3.0]);
+        assert_eq!(spread(&[4.0, 1.0]), [2.5, 1.0, 4.0]);
+    }
+
+    #[test]
+    fn work_takes_processor_time_and_memory() {
+        let (took, sum) = measured(|| Ok((0..3_000_000_u64).fold(0, |sum, x| sum ^ x.wrapping_mul(sum | 1))))
+            .expect("nothing fails");
+        assert!(took.wall > 0.0 && took.cpu > 0.0, "{took:?} for {sum}");
+        assert!(peak_bytes() > 1 << 20);
     }
 }

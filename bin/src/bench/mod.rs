@@ -1,8 +1,70 @@
 //! `eaglet bench`: measurements that anybody can repeat on their own machine.
 
+mod extract;
 mod facts;
+mod gemm;
 mod interrupt;
 mod recovery;
 mod run;
+mod stages;
+mod train;
 
-pub(crate) use recovery::recovery;
+use std::io::Write;
+
+use anyhow::Result;
+use clap::Subcommand;
+use eaglet_runtime::hub::Need;
+
+use crate::cli::Exit;
+use crate::{fetch, run as cluster_file};
+
+/// `eaglet bench`.
+#[derive(Debug, Subcommand)]
+pub(crate) enum BenchCommand {
+    /// Matrix products of some shapes, against the machine's limit.
+    Gemm(gemm::GemmArgs),
+    /// A draft's training step: tokens per second, and where the time goes.
+    Train(train::TrainArgs),
+    /// A verifier's hidden states: tokens per second, and where the time goes.
+    Extract(extract::ExtractArgs),
+    /// Hurt a small cluster again and again: how long until a fault is noticed, and until training goes on.
+    Recovery(recovery::RecoveryArgs),
+}
+
+/// Measures and prints.
+///
+/// # Errors
+/// If what is asked for cannot be measured.
+pub(crate) fn command(command: &BenchCommand) -> Result<Exit> {
+    let out = &mut std::io::stdout().lock();
+    match command {
+        BenchCommand::Gemm(arguments) => gemm::gemm(arguments, out)?,
+        BenchCommand::Train(arguments) => train::train(arguments, out)?,
+        BenchCommand::Extract(arguments) => extract::extract(arguments, out)?,
+        BenchCommand::Recovery(arguments) => {
+            let mut config = match cluster_file::load(&arguments.cluster, &arguments.sets) {
+                Ok(config) => config,
+                Err(exit) => return Ok(exit),
+            };
+            fetch::verifier(&mut config, Need::Whole)?;
+            recovery::recovery(arguments, config, out)?;
+        }
+    }
+    Ok(Exit::Done)
+}
+
+/// Prints a report as one line of JSON, or as `text` writes it.
+fn print<R: serde::Serialize, W: Write>(
+    report: &R,
+    json: bool,
+    out: &mut W,
+    text: impl FnOnce(&R, &mut W) -> std::io::Result<()>,
+) -> Result<()> {
+    if json {
+        serde_json::to_writer(&mut *out, report)?;
+        writeln!(out)?;
+    } else {
+        text(report, out)?;
+    }
+    Ok(())
+}

@@ -4,8 +4,10 @@
 //! a replacement must be given all of it. Only the first restart of a seat comes at once in a real run; here all do.
 
 use std::io::Write;
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
+use clap::Args;
 use eaglet_actors::config::{ClusterConfig, RankConfig};
 use eaglet_actors::recipe;
 use eaglet_runtime::draft::ParameterLayout;
@@ -17,12 +19,34 @@ use serde::Serialize;
 use super::facts::{Machine, load, percentile};
 use super::interrupt::Interrupt;
 use super::run::{Run, send};
-use crate::cli::RecoveryArgs;
 
 /// Commits between two faults, so that each meets a cluster that is at work.
 const COMMITS_BETWEEN: usize = 2;
 /// Bytes of state per parameter: weight, first and second moment in f32.
 const STATE_BYTES: usize = 12;
+
+/// `eaglet bench recovery`.
+#[derive(Debug, Args)]
+pub(crate) struct RecoveryArgs {
+    /// The cluster file that names verifier and samples; its ranks and its training are replaced.
+    #[arg(long, default_value = "cluster.toml")]
+    pub(crate) cluster: PathBuf,
+    /// Override a key of the cluster file; may be repeated.
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
+    pub(crate) sets: Vec<String>,
+    /// How many draft ranks.
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(crate) drafts: u16,
+    /// Weights and moments of a draft rank, in MB.
+    #[arg(long, default_value_t = 100)]
+    pub(crate) state_mb: usize,
+    /// How often each fault strikes each role.
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) repeats: u32,
+    /// Print one JSON object with all samples instead of a table.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
 
 /// What was measured of one fault of one role.
 #[derive(Debug, Serialize)]
@@ -49,7 +73,7 @@ struct Report {
 ///
 /// # Errors
 /// If the cluster does not work, or `out` cannot be written to.
-pub(crate) fn recovery(arguments: &RecoveryArgs, config: ClusterConfig, out: &mut impl Write) -> Result<()> {
+pub(super) fn recovery(arguments: &RecoveryArgs, config: ClusterConfig, out: &mut impl Write) -> Result<()> {
     let load_before = load();
     let (config, state_bytes) = cluster(config, arguments)?;
     let mut report = Report {

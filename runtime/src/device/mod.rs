@@ -14,19 +14,23 @@
 mod attention;
 mod calibration;
 mod cpu;
+mod limits;
 mod matrix;
 mod rotary;
 mod routing;
 mod stored;
+mod timed;
 
 pub use attention::{Attention, AttentionGradients, AttentionInputs, AttentionPlan, AttentionShape};
 pub use calibration::ProductRates;
 pub(crate) use cpu::widen_bf16;
 pub use cpu::{Cpu, ThreadsError};
+pub use limits::MachineLimits;
 pub use matrix::{Matrix, MatrixMut};
 pub use rotary::{Pairing, RotaryTable, Turn};
 pub use routing::{ExpertGroups, Routing, Scoring};
 pub use stored::StoredMatrix;
+pub use timed::{OperationKind, Spent, Timed};
 
 /// What a gated MLP does to its two inner products; gates are `g`, the others `u`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -85,6 +89,9 @@ pub struct AdamWUpdate {
 pub trait Device: Send + Sync + 'static {
     /// Runs `work` where the device's operations start fastest; operations called inside `work` are unchanged.
     fn install<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R;
+
+    /// Says which part of the work comes next: for profilers, and for [`Timed`]. Changes nothing else.
+    fn stage(&self, _name: &'static str) {}
 
     /// `c = alpha · a·b`, or `c += alpha · a·b` with `accumulate`; `c` `[m, n]`, `a` `[m, k]`, `b` `[k, n]`.
     ///

@@ -48,6 +48,7 @@ impl<D: Device> Pass<'_, D> {
 
     fn mlp_backward(&self, step: usize, a: &mut Activations, d: &mut Deltas, gradient: &mut [f32]) {
         let (device, sizes, places) = self.parts();
+        device.stage("mlp backward");
         let (r, h, i) = (sizes.active, sizes.hidden, sizes.intermediate);
         let (rows, wide, one) = (
             sizes.of_step(step, h),
@@ -94,6 +95,7 @@ impl<D: Device> Pass<'_, D> {
 
     fn attend_backward(&self, step: usize, a: &Activations, d: &mut Deltas) {
         let (device, sizes, places) = self.parts();
+        device.stage("attention backward");
         let (r, h) = (sizes.active, sizes.hidden);
         let weight = Matrix::new(&self.parameters[places.o.clone()], h, sizes.query);
         let middle = Matrix::new(&d.middle[sizes.of_step(step, h)], r, h);
@@ -176,6 +178,7 @@ impl<D: Device> Pass<'_, D> {
     /// Sends gradients of queries, keys and values to the hidden input and to the tokens' share.
     fn project_hidden_backward(&self, step: usize, a: &Activations, d: &mut Deltas, gradient: &mut [f32]) {
         let (device, sizes, places) = self.parts();
+        device.stage("projections backward");
         let (t, r, h) = (sizes.positions, sizes.active, sizes.hidden);
         let rows = sizes.of_step(step, h);
         let token_rows = &self.plan.token_rows[sizes.of_step(step, 1)];
@@ -267,6 +270,7 @@ impl<D: Device> Pass<'_, D> {
     /// Weight gradients of the layer: every product over all steps at once.
     fn weights_backward(&self, a: &Activations, d: &Deltas, gradient: &mut [f32]) {
         let (device, sizes, places) = self.parts();
+        device.stage("weight gradients");
         let (n, t, h, i) = (sizes.stacked(), sizes.positions, sizes.hidden, sizes.intermediate);
         let products = [
             (&places.o, &d.middle, h, &a.attention, sizes.query),
@@ -303,6 +307,7 @@ impl<D: Device> Pass<'_, D> {
 
     fn project_tokens_backward(&self, a: &Activations, d: &mut Deltas, gradient: &mut [f32]) {
         let (device, sizes, places) = self.parts();
+        device.stage("projections backward");
         let (n, h) = (sizes.tokens(), sizes.hidden);
         let stacks = [
             (&places.q, &d.token_q, sizes.query),
@@ -338,6 +343,7 @@ impl<D: Device> Pass<'_, D> {
 
     fn combine_aux_states_backward(&self, a: &Activations, d: &mut Deltas, gradient: &mut [f32]) {
         let (device, sizes, places) = self.parts();
+        device.stage("fc backward");
         let (t, h, aux) = (sizes.positions, sizes.hidden, sizes.aux);
         let delta = Matrix::new(&d.fc_output, t, h);
         let input = if places.fc_norms.is_empty() {

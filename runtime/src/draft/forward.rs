@@ -40,6 +40,7 @@ impl<D: Device> Pass<'_, D> {
     /// The norms before `fc`, and `fc`.
     fn combine_aux_states(&self, a: &mut Activations) {
         let (device, sizes, places) = self.parts();
+        device.stage("fc");
         let (t, h, aux, eps) = (
             sizes.positions,
             sizes.hidden,
@@ -80,6 +81,7 @@ impl<D: Device> Pass<'_, D> {
     /// Embeddings of all tokens that any step reads, and their share of queries, keys and values.
     fn project_tokens(&self, a: &mut Activations) {
         let (device, sizes, places) = self.parts();
+        device.stage("projections");
         let (n, h) = (sizes.tokens(), sizes.hidden);
         let table = Matrix::new(&self.core.frozen.embed, self.core.spec.vocab_size, h);
         device.gather(table, &self.plan.tokens, MatrixMut::new(&mut a.embedding, n, h));
@@ -110,6 +112,7 @@ impl<D: Device> Pass<'_, D> {
     /// The hidden input's norm and the queries, keys and values of one step, before their norms and rotation.
     fn project_hidden(&self, step: usize, a: &mut Activations) {
         let (device, sizes, places) = self.parts();
+        device.stage("projections");
         let (t, r, h, eps) = (
             sizes.positions,
             sizes.active,
@@ -237,6 +240,7 @@ impl<D: Device> Pass<'_, D> {
     /// Attention, `o_proj`, and the residual stream behind them.
     fn attend(&self, step: usize, a: &mut Activations) {
         let (device, sizes, places) = self.parts();
+        device.stage("attention");
         let (r, h) = (sizes.active, sizes.hidden);
         let shared = sizes.positions * sizes.key;
         let inputs = AttentionInputs {
@@ -265,6 +269,7 @@ impl<D: Device> Pass<'_, D> {
     /// The MLP, and the norm before the head.
     fn mlp(&self, step: usize, a: &mut Activations) {
         let (device, sizes, places) = self.parts();
+        device.stage("mlp");
         let (r, h, i, eps) = (
             sizes.active,
             sizes.hidden,

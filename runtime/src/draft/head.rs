@@ -69,6 +69,7 @@ impl<D: Device> Pass<'_, D> {
         b: &mut HeadBuffers,
     ) -> StepMetrics {
         let (sizes, steps) = (self.plan.sizes, self.core.training.ttt_steps);
+        self.core.device.stage("head and loss");
         let masked = |position: usize| self.batch.loss_mask[position] != 0;
         let mut totals = vec![0_usize; steps];
         for (step, total) in totals.iter_mut().enumerate() {

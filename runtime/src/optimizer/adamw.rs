@@ -103,6 +103,7 @@ impl AdamW {
                 });
             }
         }
+        device.stage("optimizer");
         let gradient_norm = Self::gradient_norm(device, gradient);
         let gradient_scale = match self.spec.clip_norm {
             Some(limit) => (limit / (gradient_norm + CLIP_EPSILON)).min(1.0) as f32,

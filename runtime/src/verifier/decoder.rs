@@ -216,6 +216,7 @@ impl Decoder {
         peers: &mut impl Peers,
     ) -> Result<(), Interrupted> {
         let (rows, hidden) = (tokens.len(), self.config.hidden_size);
+        device.stage("embedding");
         let residual = take(&mut activations.residual, rows * hidden);
         if self.shard.slices == 1 {
             embedding
@@ -256,6 +257,7 @@ impl Decoder {
         attend: impl FnOnce(Attending<'_>),
     ) -> Result<(), Interrupted> {
         let (rows, hidden, eps) = (positions.len(), self.config.hidden_size, self.config.rms_norm_eps);
+        device.stage("attention");
         self.norm(device, activations, &layer.input_norm, rows);
         let block = &layer.attention;
         let normed = std::mem::take(&mut activations.normed);
@@ -292,6 +294,7 @@ impl Decoder {
         peers: &mut impl Peers,
     ) -> Result<(), Interrupted> {
         let hidden = self.config.hidden_size;
+        device.stage("mlp");
         self.norm(device, activations, &layer.mlp_norm, rows);
         let Activations {
             residual,
@@ -385,6 +388,7 @@ impl Decoder {
             .as_ref()
             .expect("only the last stage is asked for logits");
         let (rows, hidden) = (tokens.len(), self.config.hidden_size);
+        device.stage("head");
         let passed = activations.residual.len() / hidden;
         let stream = Matrix::new(&activations.residual[..passed * hidden], passed, hidden);
         let picked = take(&mut activations.head_input, rows * hidden);

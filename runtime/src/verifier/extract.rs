@@ -99,6 +99,11 @@ impl<D: Device> Verifier<D> {
         self.decoder.config()
     }
 
+    /// What it computes on.
+    pub fn device(&self) -> &D {
+        &self.device
+    }
+
     /// Width H of the hidden states.
     pub fn hidden_size(&self) -> usize {
         self.config().hidden_size

@@ -14,7 +14,7 @@ use super::{
     RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow, Turn,
 };
 
-pub(crate) use simd::widen_bf16;
+pub(crate) use simd::{multiply_add_rounds, widen_bf16};
 
 /// Elements a task of an element-wise operation takes at least; a fixed number, so block sums are too.
 const ELEMENTS: usize = 16 * 1024;
@@ -45,6 +45,11 @@ impl Cpu {
             .build()
             .map_err(|source| ThreadsError { threads, source })?;
         Ok(Self { pool })
+    }
+
+    /// Runs `work` once on every thread, all at the same time.
+    pub(super) fn on_every_thread<R: Send>(&self, work: impl Fn() -> R + Sync) -> Vec<R> {
+        self.pool.broadcast(|_| work())
     }
 
     /// Number of threads.

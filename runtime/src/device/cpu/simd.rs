@@ -352,6 +352,20 @@ kernels! {
         (negative_entropy - fold(cross) + sum.ln(), place)
     }
 
+    /// Independent chains of multiply-adds, as many as hide the latency of one and fit into 16 registers of 8; their number.
+    fn chains_of_multiply_adds(rounds: usize) -> (usize, f32) {
+        const CHAINS: usize = 3;
+        let mut sums = [[0.5_f32; LANES]; CHAINS];
+        for _ in 0..rounds {
+            for sum in &mut sums {
+                for lane in sum.iter_mut() {
+                    *lane = fma::<FMA>(*lane, 0.999, 0.001);
+                }
+            }
+        }
+        (CHAINS, sums.iter().flatten().sum())
+    }
+
     /// Place of the largest element.
     fn argmax(x: &[f32]) -> u32 {
         let top = largest(x);
@@ -390,6 +404,12 @@ kernels! {
             *p = *p * keep - step * (*m / (v.sqrt() / root2 + epsilon));
         }
     }
+}
+
+/// Multiply-adds on registers: how many operations that were, two each, and a value that depends on all of them.
+pub(crate) fn multiply_add_rounds(rounds: usize) -> (f64, f32) {
+    let (chains, value) = chains_of_multiply_adds(rounds);
+    (2.0 * (rounds * chains * LANES) as f64, value)
 }
 
 /// bf16 to f32; as long as the shorter of the two.
