@@ -85,6 +85,24 @@ impl AttentionPlan {
         window: Option<usize>,
     ) -> Self {
         let mut plan = Self::default();
+        plan.set(documents, rows, window);
+        plan
+    }
+
+    /// Makes it what [`Self::new`] would make, in the memory that it has.
+    ///
+    /// # Panics
+    /// As [`Self::new`].
+    pub fn set(
+        &mut self,
+        documents: impl IntoIterator<Item = Range<usize>>,
+        rows: &[u32],
+        window: Option<usize>,
+    ) {
+        self.visible.clear();
+        self.query_blocks.clear();
+        self.key_blocks.clear();
+        self.keys = 0;
         let mut next = 0;
         for document in documents {
             let first = next;
@@ -97,30 +115,29 @@ impl AttentionPlan {
                 let start = window.map_or(document.start, |window| {
                     document.start.max((row + 1).saturating_sub(window))
                 });
-                plan.visible.push(start as u32..row as u32 + 1);
+                self.visible.push(start as u32..row as u32 + 1);
                 next += 1;
             }
-            let first_block = plan.query_blocks.len();
+            let first_block = self.query_blocks.len();
             for start in (first..next).step_by(QUERY_BLOCK) {
                 let queries = start..(start + QUERY_BLOCK).min(next);
                 let keys =
-                    plan.visible[queries.start].start as usize..plan.visible[queries.end - 1].end as usize;
-                plan.query_blocks.push(QueryBlock { queries, keys });
+                    self.visible[queries.start].start as usize..self.visible[queries.end - 1].end as usize;
+                self.query_blocks.push(QueryBlock { queries, keys });
             }
             for start in (document.start..document.end).step_by(KEY_BLOCK) {
                 let keys = start..(start + KEY_BLOCK).min(document.end);
-                let blocks = &plan.query_blocks[first_block..];
+                let blocks = &self.query_blocks[first_block..];
                 let from = first_block + blocks.partition_point(|block| block.keys.end <= keys.start);
                 let to = first_block + blocks.partition_point(|block| block.keys.start < keys.end);
-                plan.key_blocks.push(KeyBlock {
+                self.key_blocks.push(KeyBlock {
                     keys,
                     blocks: from..to.max(from),
                 });
             }
-            plan.keys = document.end;
+            self.keys = document.end;
         }
         assert_eq!(next, rows.len(), "a query lies outside all documents");
-        plan
     }
 
     /// Number of queries.

@@ -4,8 +4,10 @@
 //! row that is compared with them, so each target distribution is formed once, and one product gives the logits of
 //! targets and drafts when both use the same head. The head gets no gradient, so nothing has to outlive the block.
 
+use smallvec::smallvec;
+
 use super::batch::DraftBatch;
-use super::metrics::{StepMetrics, TttMetrics};
+use super::metrics::{PerStep, StepMetrics, TttMetrics};
 use super::model::Pass;
 use super::workspace::{Activations, Deltas, RowPlan};
 use crate::device::{Device, Matrix, MatrixMut, RowLoss, TargetRow};
@@ -71,14 +73,14 @@ impl<D: Device> Pass<'_, D> {
         let (sizes, steps) = (self.plan.sizes, self.core.training.ttt_steps);
         self.core.device.stage("head and loss");
         let masked = |position: usize| self.batch.loss_mask[position] != 0;
-        let mut totals = vec![0_usize; steps];
-        for (step, total) in totals.iter_mut().enumerate() {
-            *total = (step..sizes.positions)
+        let total = |step: usize| {
+            (step..sizes.positions)
                 .filter(|&position| masked(position))
-                .count();
-        }
-        let normaliser: Vec<f64> = totals.iter().map(|&total| total as f64 + MASK_EPSILON).collect();
-        let coefficients: Vec<f32> = (0..steps)
+                .count()
+        };
+        let totals: PerStep<usize> = (0..steps).map(total).collect();
+        let normaliser: PerStep<f64> = totals.iter().map(|&total| total as f64 + MASK_EPSILON).collect();
+        let coefficients: PerStep<f32> = (0..steps)
             .map(|step| (self.core.training.step_loss_decay.powi(step as i32) / normaliser[step]) as f32)
             .collect();
         if let Some(deltas) = deltas.as_deref_mut() {
@@ -88,7 +90,7 @@ impl<D: Device> Pass<'_, D> {
         b.draft_top.resize(sizes.stacked(), 0);
         b.target_top.clear();
         b.target_top.resize(sizes.positions, 0);
-        let mut sums = vec![0.0_f64; steps];
+        let mut sums: PerStep<f64> = smallvec![0.0; steps];
         let limit = block_rows(self.core.spec.draft_vocab_size);
         let mut next = 0;
         while next < sizes.positions {
@@ -115,7 +117,7 @@ impl<D: Device> Pass<'_, D> {
         let mut metrics = StepMetrics {
             loss: 0.0,
             masked_tokens: totals[0],
-            steps: Vec::with_capacity(steps),
+            steps: PerStep::new(),
         };
         for step in 0..steps {
             let loss = sums[step] / normaliser[step];

@@ -1,5 +1,10 @@
 //! What a training step reports.
 
+use smallvec::SmallVec;
+
+/// One value per TTT step; without an allocation as long as there are not unusually many.
+pub type PerStep<T> = SmallVec<[T; 8]>;
+
 /// Sums over the masked positions of one TTT step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TttMetrics {
@@ -23,5 +28,5 @@ pub struct StepMetrics {
     /// Masked positions of the row; each is trained by up to `ttt_steps` steps.
     pub masked_tokens: usize,
     /// One entry per TTT step.
-    pub steps: Vec<TttMetrics>,
+    pub steps: PerStep<TttMetrics>,
 }

@@ -33,7 +33,7 @@ pub use error::DraftError;
 pub use frozen::FrozenWeights;
 pub use init::init_parameters;
 pub use layout::{ParameterLayout, TensorSlot};
-pub use metrics::{StepMetrics, TttMetrics};
+pub use metrics::{PerStep, StepMetrics, TttMetrics};
 pub use model::{Draft, TrainingSpec};
 pub use spec::{DraftSpec, LayerKind};
 pub use trace::{DraftTrace, TttTrace};

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use smallvec::smallvec;
+
 use super::acceptance::Acceptance;
 use super::batch::DraftBatch;
 use super::error::DraftError;
@@ -193,7 +195,7 @@ impl<D: Device> Draft<D> {
         if self.plan.active.is_empty() {
             gradient.fill(0.0);
             return Ok(StepMetrics {
-                steps: vec![TttMetrics::default(); steps],
+                steps: smallvec![TttMetrics::default(); steps],
                 ..StepMetrics::default()
             });
         }

@@ -131,7 +131,8 @@ impl RowPlan {
             self.rotary
                 .extend(self.active.iter().map(|&i| batch.position_ids[i as usize] + step));
         }
-        self.attention = AttentionPlan::new(batch.segments(), &self.active, spec.sliding_window);
+        self.attention
+            .set(batch.segments(), &self.active, spec.sliding_window);
         self.sizes = Sizes::new(spec, steps, positions, self.active.len());
     }
 }

@@ -4,12 +4,11 @@
 
 use std::ops::Range;
 
-use rayon::prelude::*;
-
+use super::each_row;
 use super::gemm::gemm_serial;
 use super::scratch::with_scratch;
 use super::simd;
-use crate::device::attention::QueryBlock;
+use crate::device::attention::{KeyBlock, QueryBlock};
 use crate::device::{Attention, AttentionGradients, AttentionInputs, Matrix, MatrixMut};
 
 fn check(attention: &Attention<'_>, inputs: &AttentionInputs<'_>) {
@@ -39,14 +38,66 @@ fn check(attention: &Attention<'_>, inputs: &AttentionInputs<'_>) {
     );
 }
 
-/// Cuts `buffer` `[rows, width]` at the plan's query blocks.
-fn by_query_block<'a>(blocks: &[QueryBlock], mut buffer: &'a mut [f32], width: usize) -> Vec<&'a mut [f32]> {
-    let cut = |block: &QueryBlock| {
-        let (part, rest) = std::mem::take(&mut buffer).split_at_mut(block.queries.len() * width);
-        buffer = rest;
-        part
-    };
-    blocks.iter().map(cut).collect()
+/// Runs `work` on every block with its rows of the buffers, `[queries, width]` each, over the threads of the pool.
+fn each_query_block<const N: usize>(
+    blocks: &[QueryBlock],
+    buffers: [&mut [f32]; N],
+    widths: [usize; N],
+    work: &(impl Fn(&QueryBlock, [&mut [f32]; N]) + Sync),
+) {
+    match blocks {
+        [] => {}
+        [block] => work(block, buffers),
+        _ => {
+            let (left, right) = blocks.split_at(blocks.len() / 2);
+            let rows = right[0].queries.start - left[0].queries.start;
+            let (before, after) = split(buffers, widths.map(|width| rows * width));
+            rayon::join(
+                || each_query_block(left, before, widths, work),
+                || each_query_block(right, after, widths, work),
+            );
+        }
+    }
+}
+
+/// Runs `work` on every block with its rows of both buffers, `[keys, width]` from key `at` on, over the threads of the pool.
+fn each_key_block(
+    blocks: &[KeyBlock],
+    at: usize,
+    buffers: [&mut [f32]; 2],
+    width: usize,
+    work: &(impl Fn(&KeyBlock, [&mut [f32]; 2]) + Sync),
+) {
+    match blocks {
+        [] => {}
+        [block] => {
+            let skipped = (block.keys.start - at) * width;
+            let rows = block.keys.len() * width;
+            work(block, buffers.map(|buffer| &mut buffer[skipped..][..rows]));
+        }
+        _ => {
+            let (left, right) = blocks.split_at(blocks.len() / 2);
+            let middle = right[0].keys.start;
+            let (before, after) = split(buffers, [(middle - at) * width; 2]);
+            rayon::join(
+                || each_key_block(left, at, before, width, work),
+                || each_key_block(right, middle, after, width, work),
+            );
+        }
+    }
+}
+
+/// Splits each of some buffers at a place of its own.
+fn split<const N: usize>(buffers: [&mut [f32]; N], places: [usize; N]) -> ([&mut [f32]; N], [&mut [f32]; N]) {
+    let mut after: [&mut [f32]; N] = std::array::from_fn(|_| Default::default());
+    let mut next = 0;
+    let before = buffers.map(|buffer| {
+        let (head, tail) = buffer.split_at_mut(places[next]);
+        after[next] = tail;
+        next += 1;
+        head
+    });
+    (before, after)
 }
 
 /// Columns of one head of rows `from..from + rows`.
@@ -75,75 +126,72 @@ pub(super) fn forward(
         (plan.queries() * out_width, plan.queries() * heads),
         "shapes of an attention"
     );
-    let blocks = &plan.query_blocks;
-    let outs = by_query_block(blocks, out, out_width);
-    let lses = by_query_block(blocks, lse, heads);
-    blocks
-        .par_iter()
-        .zip(outs)
-        .zip(lses)
-        .for_each(|((block, out), lse)| {
-            let (rows, keys, first) = (block.queries.len(), block.keys.len(), block.queries.start);
-            with_scratch([rows * keys, attention.diagonals], |[scores, extra]| {
-                for h in 0..heads {
-                    let g = h / (heads / shape.kv_heads);
-                    let q = head(inputs.q, first, rows, h, dim, width);
-                    let k = head(inputs.k, block.keys.start, keys, g, dim, kv_width);
-                    gemm_serial(
-                        MatrixMut::new(scores, rows, keys),
-                        q,
-                        k.transposed(),
-                        shape.scale,
-                        false,
-                    );
-                    let sink = attention.sinks.get(h).copied();
-                    for r in 0..rows {
-                        let query = first + r;
-                        let row = &mut scores[r * keys..][..keys];
-                        let seen = local(&plan.visible[query], block.keys.start);
-                        if let Some(cap) = attention.softcap {
-                            simd::softcap(&mut row[seen.clone()], cap);
-                        }
-                        let mut top = simd::max(&row[seen.clone()]);
-                        if let Some(sink) = sink {
-                            top = top.max(sink);
-                        }
-                        for (j, extra) in extra.iter_mut().enumerate() {
-                            let k = diagonal(inputs.k_diagonal, plan.queries(), j, query, g, dim, kv_width);
-                            *extra = simd::dot(q.row(r), k) * shape.scale;
-                            top = top.max(*extra);
-                        }
-                        row[..seen.start].fill(0.0);
-                        row[seen.end..].fill(0.0);
-                        let mut sum = simd::exp_sum(&mut row[seen.clone()], 1.0, top);
-                        sum += simd::exp_sum(extra, 1.0, top);
-                        if let Some(sink) = sink {
-                            sum += (sink - top).exp();
-                        }
-                        lse[r * heads + h] = top + sum.ln();
-                        simd::scale(&mut row[seen], 1.0 / sum);
-                        simd::scale(extra, 1.0 / sum);
-                        let out = &mut out[r * out_width + h * value_dim..][..value_dim];
-                        out.fill(0.0);
-                        for (j, &p) in extra.iter().enumerate() {
-                            let v = diagonal(
-                                inputs.v_diagonal,
-                                plan.queries(),
-                                j,
-                                query,
-                                g,
-                                value_dim,
-                                value_width,
-                            );
-                            simd::axpy(p, v, out);
-                        }
+    each_query_block(&plan.query_blocks, [out, lse], [out_width, heads], &|block,
+                                                                           [
+        out,
+        lse,
+    ]| {
+        let (rows, keys, first) = (block.queries.len(), block.keys.len(), block.queries.start);
+        with_scratch([rows * keys, attention.diagonals], |[scores, extra]| {
+            for h in 0..heads {
+                let g = h / (heads / shape.kv_heads);
+                let q = head(inputs.q, first, rows, h, dim, width);
+                let k = head(inputs.k, block.keys.start, keys, g, dim, kv_width);
+                gemm_serial(
+                    MatrixMut::new(scores, rows, keys),
+                    q,
+                    k.transposed(),
+                    shape.scale,
+                    false,
+                );
+                let sink = attention.sinks.get(h).copied();
+                for r in 0..rows {
+                    let query = first + r;
+                    let row = &mut scores[r * keys..][..keys];
+                    let seen = local(&plan.visible[query], block.keys.start);
+                    if let Some(cap) = attention.softcap {
+                        simd::softcap(&mut row[seen.clone()], cap);
                     }
-                    let v = head(inputs.v, block.keys.start, keys, g, value_dim, value_width);
-                    let out = MatrixMut::strided(&mut out[h * value_dim..], rows, value_dim, out_width);
-                    gemm_serial(out, Matrix::new(scores, rows, keys), v, 1.0, true);
+                    let mut top = simd::max(&row[seen.clone()]);
+                    if let Some(sink) = sink {
+                        top = top.max(sink);
+                    }
+                    for (j, extra) in extra.iter_mut().enumerate() {
+                        let k = diagonal(inputs.k_diagonal, plan.queries(), j, query, g, dim, kv_width);
+                        *extra = simd::dot(q.row(r), k) * shape.scale;
+                        top = top.max(*extra);
+                    }
+                    row[..seen.start].fill(0.0);
+                    row[seen.end..].fill(0.0);
+                    let mut sum = simd::exp_sum(&mut row[seen.clone()], 1.0, top);
+                    sum += simd::exp_sum(extra, 1.0, top);
+                    if let Some(sink) = sink {
+                        sum += (sink - top).exp();
+                    }
+                    lse[r * heads + h] = top + sum.ln();
+                    simd::scale(&mut row[seen], 1.0 / sum);
+                    simd::scale(extra, 1.0 / sum);
+                    let out = &mut out[r * out_width + h * value_dim..][..value_dim];
+                    out.fill(0.0);
+                    for (j, &p) in extra.iter().enumerate() {
+                        let v = diagonal(
+                            inputs.v_diagonal,
+                            plan.queries(),
+                            j,
+                            query,
+                            g,
+                            value_dim,
+                            value_width,
+                        );
+                        simd::axpy(p, v, out);
+                    }
                 }
-            });
+                let v = head(inputs.v, block.keys.start, keys, g, value_dim, value_width);
+                let out = MatrixMut::strided(&mut out[h * value_dim..], rows, value_dim, out_width);
+                gemm_serial(out, Matrix::new(scores, rows, keys), v, 1.0, true);
+            }
         });
+    });
 }
 
 /// A query's visible keys, counted from the block's first key.
@@ -194,8 +242,11 @@ pub(super) fn backward(
         lse,
         dout,
     };
-    with_scratch([queries * heads], |[delta]| {
-        pass.queries(gradients.dq, gradients.dk_diagonal, gradients.dv_diagonal, delta);
+    let extra = queries * heads * attention.diagonals;
+    with_scratch([queries * heads, extra, extra], |[delta, extra_p, extra_d]| {
+        pass.queries(gradients.dq, delta, extra_p, extra_d);
+        pass.diagonals(gradients.dk_diagonal, extra_d, inputs.q);
+        pass.diagonals(gradients.dv_diagonal, extra_p, dout);
         pass.keys(gradients.dk, gradients.dv, delta);
     });
 }
@@ -247,8 +298,9 @@ impl Backward<'_> {
         }
     }
 
-    /// Gradients of queries and of their diagonal keys and values; leaves Σ p·dp of each query and head in `delta`.
-    fn queries(&self, dq: &mut [f32], dk_diagonal: &mut [f32], dv_diagonal: &mut [f32], delta: &mut [f32]) {
+    /// Gradients of queries. Leaves Σ p·dp of each query and head in `delta`, and p and dp of the diagonal keys,
+    /// `[queries, heads, diagonals]`.
+    fn queries(&self, dq: &mut [f32], delta: &mut [f32], extra_p: &mut [f32], extra_d: &mut [f32]) {
         let (shape, plan, diagonals) = (
             self.attention.shape,
             self.attention.plan,
@@ -260,82 +312,80 @@ impl Backward<'_> {
             shape.query_width(),
             shape.key_width(),
         );
-        let (blocks, queries) = (&plan.query_blocks, plan.queries());
-        let mut diagonal_parts: Vec<Vec<[&mut [f32]; 2]>> =
-            blocks.iter().map(|_| Vec::with_capacity(diagonals)).collect();
-        let step_width = (queries * kv_width).max(1);
-        let steps = dk_diagonal
-            .chunks_mut(step_width)
-            .zip(dv_diagonal.chunks_mut(step_width));
-        for (dk, dv) in steps.take(diagonals) {
-            let (dk, dv) = (
-                by_query_block(blocks, dk, kv_width),
-                by_query_block(blocks, dv, kv_width),
-            );
-            for (block, (dk, dv)) in diagonal_parts.iter_mut().zip(dk.into_iter().zip(dv)) {
-                block.push([dk, dv]);
-            }
-        }
-        let rows_of = by_query_block(blocks, dq, width)
-            .into_iter()
-            .zip(by_query_block(blocks, delta, heads));
-        let tasks: Vec<_> = blocks.iter().zip(rows_of).zip(diagonal_parts).collect();
-        tasks
-            .into_par_iter()
-            .for_each(|((block, (dq, delta)), mut parts)| {
-                let (rows, keys, first) = (block.queries.len(), block.keys.len(), block.queries.start);
-                with_scratch(
-                    [rows * keys, rows * keys, 2 * diagonals],
-                    |[probabilities, gradients, extra]| {
-                        let (extra_p, extra_d) = extra.split_at_mut(diagonals);
-                        for h in 0..heads {
-                            let g = h / (heads / shape.kv_heads);
-                            self.probabilities(
-                                (first, rows),
-                                block.keys.clone(),
-                                h,
-                                probabilities,
-                                gradients,
-                            );
-                            for r in 0..rows {
-                                let query = first + r;
-                                let q = &self.inputs.q[query * width + h * dim..][..dim];
-                                let dout = &self.dout[query * width + h * dim..][..dim];
-                                for j in 0..diagonals {
-                                    let k =
-                                        diagonal(self.inputs.k_diagonal, queries, j, query, g, dim, kv_width);
-                                    let v =
-                                        diagonal(self.inputs.v_diagonal, queries, j, query, g, dim, kv_width);
-                                    (extra_p[j], extra_d[j]) = (simd::dot(q, k), simd::dot(dout, v));
-                                }
-                                simd::exp_shifted(extra_p, shape.scale, self.lse[query * heads + h]);
-                                let (p, d) = (
-                                    &probabilities[r * keys..][..keys],
-                                    &mut gradients[r * keys..][..keys],
-                                );
-                                // A hidden key has p = 0, so whatever its gradient is, it drops out.
-                                let sum = simd::dot(p, d) + simd::dot(extra_p, extra_d);
-                                simd::softmax_backward(p, d, sum, shape.scale);
-                                simd::softmax_backward(extra_p, extra_d, sum, shape.scale);
-                                delta[r * heads + h] = sum;
-                                let dq = &mut dq[r * width + h * dim..][..dim];
-                                dq.fill(0.0);
-                                for (j, [dk, dv]) in parts.iter_mut().enumerate() {
-                                    let at = r * kv_width + g * dim..r * kv_width + (g + 1) * dim;
-                                    let k =
-                                        diagonal(self.inputs.k_diagonal, queries, j, query, g, dim, kv_width);
-                                    simd::axpy(extra_d[j], k, dq);
-                                    simd::axpy(extra_d[j], q, &mut dk[at.clone()]);
-                                    simd::axpy(extra_p[j], dout, &mut dv[at]);
-                                }
-                            }
-                            let k = head(self.inputs.k, block.keys.start, keys, g, dim, kv_width);
-                            let dq = MatrixMut::strided(&mut dq[h * dim..], rows, dim, width);
-                            gemm_serial(dq, Matrix::new(gradients, rows, keys), k, 1.0, true);
+        let queries = plan.queries();
+        let extra_width = heads * diagonals;
+        let work = |block: &QueryBlock, [dq, delta, extra_p, extra_d]: [&mut [f32]; 4]| {
+            let (rows, keys, first) = (block.queries.len(), block.keys.len(), block.queries.start);
+            with_scratch([rows * keys, rows * keys], |[probabilities, gradients]| {
+                for h in 0..heads {
+                    let g = h / (heads / shape.kv_heads);
+                    self.probabilities((first, rows), block.keys.clone(), h, probabilities, gradients);
+                    for r in 0..rows {
+                        let query = first + r;
+                        let q = &self.inputs.q[query * width + h * dim..][..dim];
+                        let dout = &self.dout[query * width + h * dim..][..dim];
+                        let of_diagonal = |data, j| diagonal(data, queries, j, query, g, dim, kv_width);
+                        let at = r * extra_width + h * diagonals;
+                        let extra_p = &mut extra_p[at..][..diagonals];
+                        let extra_d = &mut extra_d[at..][..diagonals];
+                        for j in 0..diagonals {
+                            extra_p[j] = simd::dot(q, of_diagonal(self.inputs.k_diagonal, j));
+                            extra_d[j] = simd::dot(dout, of_diagonal(self.inputs.v_diagonal, j));
                         }
-                    },
-                );
+                        simd::exp_shifted(extra_p, shape.scale, self.lse[query * heads + h]);
+                        let (p, d) = (
+                            &probabilities[r * keys..][..keys],
+                            &mut gradients[r * keys..][..keys],
+                        );
+                        // A hidden key has p = 0, so whatever its gradient is, it drops out.
+                        let sum = simd::dot(p, d) + simd::dot(extra_p, extra_d);
+                        simd::softmax_backward(p, d, sum, shape.scale);
+                        simd::softmax_backward(extra_p, extra_d, sum, shape.scale);
+                        delta[r * heads + h] = sum;
+                        let dq = &mut dq[r * width + h * dim..][..dim];
+                        dq.fill(0.0);
+                        for (j, &d) in extra_d.iter().enumerate() {
+                            simd::axpy(d, of_diagonal(self.inputs.k_diagonal, j), dq);
+                        }
+                    }
+                    let k = head(self.inputs.k, block.keys.start, keys, g, dim, kv_width);
+                    let dq = MatrixMut::strided(&mut dq[h * dim..], rows, dim, width);
+                    gemm_serial(dq, Matrix::new(gradients, rows, keys), k, 1.0, true);
+                }
             });
+        };
+        each_query_block(
+            &plan.query_blocks,
+            [dq, delta, extra_p, extra_d],
+            [width, heads, extra_width, extra_width],
+            &work,
+        );
+    }
+
+    /// Gradients of the diagonal keys or values `[diagonals, queries, kv_heads · head_dim]`: the rows of `source`
+    /// `[queries, heads · head_dim]`, each head times its factor of `[queries, heads, diagonals]`.
+    fn diagonals(&self, gradients: &mut [f32], factors: &[f32], source: &[f32]) {
+        let (shape, queries, diagonals) = (
+            self.attention.shape,
+            self.attention.plan.queries(),
+            self.attention.diagonals,
+        );
+        let (heads, dim) = (shape.heads, shape.head_dim);
+        let (width, kv_width) = (shape.query_width(), shape.key_width());
+        let steps = gradients.chunks_mut((queries * kv_width).max(1));
+        for (j, gradients) in steps.take(diagonals).enumerate() {
+            each_row(
+                MatrixMut::new(gradients, queries, kv_width),
+                |query, gradients| {
+                    for h in 0..heads {
+                        let g = h / (heads / shape.kv_heads);
+                        let factor = factors[(query * heads + h) * diagonals + j];
+                        let source = &source[query * width + h * dim..][..dim];
+                        simd::axpy(factor, source, &mut gradients[g * dim..][..dim]);
+                    }
+                },
+            );
+        }
     }
 
     /// Gradients of the keys and values that are shared by many queries.
@@ -347,24 +397,20 @@ impl Backward<'_> {
             shape.query_width(),
             shape.key_width(),
         );
-        let (mut dk_rest, mut dv_rest, mut at) = (dk, dv, 0);
-        let mut tasks = Vec::with_capacity(plan.key_blocks.len());
-        for block in &plan.key_blocks {
-            let (skip, take) = ((block.keys.start - at) * kv_width, block.keys.len() * kv_width);
-            let (dk, dk_after) = std::mem::take(&mut dk_rest)[skip..].split_at_mut(take);
-            let (dv, dv_after) = std::mem::take(&mut dv_rest)[skip..].split_at_mut(take);
-            (dk_rest, dv_rest, at) = (dk_after, dv_after, block.keys.end);
+        let work = |block: &KeyBlock, [dk, dv]: [&mut [f32]; 2]| {
             let seen_by = &plan.query_blocks[block.blocks.clone()];
-            if let (Some(first), Some(last)) = (seen_by.first(), seen_by.last()) {
-                tasks.push((block.keys.clone(), first.queries.start..last.queries.end, dk, dv));
-            }
-        }
-        tasks.into_par_iter().for_each(|(keys, queries, dk, dv)| {
-            let (n, first, rows) = (keys.len(), queries.start, queries.len());
+            let (Some(first), Some(last)) = (seen_by.first(), seen_by.last()) else {
+                return;
+            };
+            let (n, first, rows) = (
+                block.keys.len(),
+                first.queries.start,
+                last.queries.end - first.queries.start,
+            );
             with_scratch([rows * n, rows * n], |[probabilities, gradients]| {
                 for h in 0..heads {
                     let g = h / (heads / shape.kv_heads);
-                    self.probabilities((first, rows), keys.clone(), h, probabilities, gradients);
+                    self.probabilities((first, rows), block.keys.clone(), h, probabilities, gradients);
                     for (r, (p, d)) in probabilities
                         .chunks_exact(n)
                         .zip(gradients.chunks_exact_mut(n))
@@ -372,26 +418,22 @@ impl Backward<'_> {
                     {
                         simd::softmax_backward(p, d, delta[(first + r) * heads + h], shape.scale);
                     }
-                    let dout = head(self.dout, first, rows, h, dim, width);
-                    let q = head(self.inputs.q, first, rows, h, dim, width);
-                    let p = Matrix::new(probabilities, rows, n).transposed();
-                    let d = Matrix::new(gradients, rows, n).transposed();
-                    gemm_serial(
-                        MatrixMut::strided(&mut dv[g * dim..], n, dim, kv_width),
-                        p,
-                        dout,
-                        1.0,
-                        true,
-                    );
-                    gemm_serial(
-                        MatrixMut::strided(&mut dk[g * dim..], n, dim, kv_width),
-                        d,
-                        q,
-                        1.0,
-                        true,
-                    );
+                    let products = [
+                        (&mut *dv, &*probabilities, self.dout),
+                        (&mut *dk, &*gradients, self.inputs.q),
+                    ];
+                    for (gradient, factors, source) in products {
+                        gemm_serial(
+                            MatrixMut::strided(&mut gradient[g * dim..], n, dim, kv_width),
+                            Matrix::new(factors, rows, n).transposed(),
+                            head(source, first, rows, h, dim, width),
+                            1.0,
+                            true,
+                        );
+                    }
                 }
             });
-        });
+        };
+        each_key_block(&plan.key_blocks, 0, [dk, dv], kv_width, &work);
     }
 }

@@ -11,8 +11,10 @@ use rayon::prelude::*;
 use super::scratch::with_scratch;
 use crate::device::{Matrix, MatrixMut, StoredMatrix};
 
-/// Terms summed in one go; `gemm-common` keeps at least 512 together.
+/// Terms summed in one go, at most; `gemm-common` keeps at least 512 together.
 const K_BLOCK: usize = 512;
+/// Blocks of k are a multiple of this long, but for the last one.
+const K_UNIT: usize = 8;
 /// Up to this many output elements the crate may use dot products instead of its micro-kernel.
 const SPECIAL_ELEMENTS: usize = 16 * 16;
 /// A side of a padded tile: its square is past [`SPECIAL_ELEMENTS`].
@@ -23,10 +25,10 @@ const TILE_ROWS: usize = 1024;
 const TILE_COLS: usize = 512;
 /// Smallest side of a tile that is cut for the sake of more tasks.
 const TILE_SIDE: usize = 96;
-/// Weights that are unpacked together, in rows, at most and at least.
-const UNPACKED_ROWS: (usize, usize) = (128, 32);
-/// Weights that are unpacked together, in elements: what stays in a core's cache.
-const UNPACKED_ELEMENTS: usize = 256 * 1024;
+/// Weights that are unpacked together, in rows, at most and at least: the crate packs the other operand again for each.
+const UNPACKED_ROWS: (usize, usize) = (512, 32);
+/// Weights that are unpacked together, in elements: what stays in a shared cache.
+const UNPACKED_ELEMENTS: usize = 512 * 1024;
 
 /// A rectangle of an output. Only this module makes them; two that live at once are disjoint.
 #[derive(Clone, Copy)]
@@ -124,6 +126,16 @@ pub(super) fn gemm_serial(mut c: MatrixMut<'_>, a: Matrix<'_>, b: Matrix<'_>, al
     gemm_tile(Tile::of(&mut c), a, b, alpha, accumulate);
 }
 
+/// Weights `[n, k]` that are unpacked together, in rows: stripes of nearly the same size, two for each thread if they are
+/// not too small.
+fn unpacked_rows(n: usize, k: usize, threads: usize) -> usize {
+    let (most, least) = UNPACKED_ROWS;
+    let most = (UNPACKED_ELEMENTS / k.max(1)).clamp(least, most);
+    let wanted = if threads == 1 { 1 } else { 2 * threads };
+    let stripes = n.div_ceil(most).max(wanted.min(n.div_ceil(least)));
+    n.div_ceil(stripes.next_multiple_of(wanted).min(n.div_ceil(least)).max(1))
+}
+
 /// `c = a·wᵀ` or `c += a·wᵀ`, `weights` `[n, k]` in any form.
 pub(super) fn gemm_stored(mut c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn StoredMatrix, accumulate: bool) {
     let k = a.cols;
@@ -136,9 +148,8 @@ pub(super) fn gemm_stored(mut c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn Sto
         return gemm(c, a, weights.transposed(), 1.0, accumulate);
     }
     let whole = Tile::of(&mut c);
-    let (most, least) = UNPACKED_ROWS;
-    let rows = (UNPACKED_ELEMENTS / k.max(1)).clamp(least, most);
-    let columns = whole.cols.div_ceil(rows);
+    let rows = unpacked_rows(whole.cols, k, rayon::current_num_threads());
+    let columns = whole.cols.div_ceil(rows.max(1));
     // All rows of `a` meet a tile of weights while it is unpacked.
     let one = |index: usize| {
         let (stripe, _, col) = whole.cut(index, whole.rows, rows);
@@ -155,6 +166,11 @@ pub(super) fn gemm_stored(mut c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn Sto
         pieces @ 0..=1 => (0..pieces).for_each(one),
         pieces => (0..pieces).into_par_iter().for_each(one),
     }
+}
+
+/// Terms summed in one go: blocks of nearly the same length, for a short one costs nearly what a long one does.
+fn k_block(k: usize) -> usize {
+    k.div_ceil(k.div_ceil(K_BLOCK).max(1)).next_multiple_of(K_UNIT)
 }
 
 /// One tile: blocks of k in order, each added to what the ones before left.
@@ -176,8 +192,9 @@ fn gemm_tile(c: Tile, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool
         return;
     }
     let product = gemm_f32::gemm::f32::get_gemm_fn();
-    for start in (0..k).step_by(K_BLOCK) {
-        let terms = K_BLOCK.min(k - start);
+    let block = k_block(k);
+    for start in (0..k).step_by(block) {
+        let terms = block.min(k - start);
         let (a, b) = (a.block(0, a.rows, start, terms), b.block(start, terms, 0, b.cols));
         // The crate wants the output's fast dimension first, so it gets the transposed product: cᵀ = bᵀ·aᵀ.
         // SAFETY: the views reach no further than their slices (`Matrix`'s invariant), the tile lies inside its

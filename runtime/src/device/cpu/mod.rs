@@ -454,8 +454,16 @@ impl Device for Cpu {
 
     fn sum_of_squares(&self, x: &[f32]) -> f64 {
         self.install(|| {
-            let blocks: Vec<f64> = x.par_chunks(ELEMENTS).map(simd::sum_of_squares).collect();
-            blocks.iter().sum()
+            let mut sums = [0.0; 256];
+            let mut total = 0.0;
+            for part in x.chunks(sums.len() * ELEMENTS) {
+                let blocks = part.par_chunks(ELEMENTS).zip(&mut sums);
+                blocks.for_each(|(block, sum)| *sum = simd::sum_of_squares(block));
+                total = sums[..part.len().div_ceil(ELEMENTS)]
+                    .iter()
+                    .fold(total, |total, sum| total + sum);
+            }
+            total
         })
     }
 
