@@ -20,7 +20,7 @@ from itertools import product
 from pathlib import Path
 
 from comparison import comparison, fastest, in_turn, note, table
-from processes import Peer, eaglet
+from processes import Peer, Unavailable, eaglet
 
 SHAPES = ["2048x1728x576", "2048x2048x8192", "512x2048x32000", "4096x4096x4096"]
 ATTENTION = ["sdpa", "eager", "simple_flex_attention"]
@@ -39,7 +39,7 @@ def gemm(arguments):
         words = [word for shape in shapes for word in ("--shape", "x".join(map(str, shape)))]
 
         def ours():
-            return eaglet(arguments, "gemm", *words, "--dtype", dtype, "--repeats", arguments.repeats)
+            return eaglet(arguments, "gemm", *words, *element(dtype), "--repeats", arguments.repeats)
 
         case = {"case": "gemm", "dtype": dtype, "shapes": shapes, "repeats": arguments.repeats}
         with Peer(case, arguments) as peer:
@@ -53,18 +53,17 @@ def gemm(arguments):
             for _, values, _ in pairs:
                 if values is not None:
                     one = values["cases"][index]
-                    if (one["m"], one["k"], one["n"]) != (m, k, n):
-                        raise SystemExit(f"eaglet bench gemm: case {index} is {one}, not {m}x{k}x{n}")
-                    cpu = one.get("cpu_seconds")
-                    mine.append((one["gflops"]["median"], cpu and cpu / work, None))
-            facts = {"dtype": dtype, "layout": peers[0]["layout"], "kernel": pairs[0][1] and pairs[0][1]["cases"][index]["kernel"]}
-            lines.append(comparison(f"gemm {m}x{k}x{n} {dtype}", "GFLOP/s", theirs, mine, busy, **facts, rounds=pairs))
+                    if (one["m"], one["k"], one["n"], one["dtype"]) != (m, k, n, dtype):
+                        raise SystemExit(f"eaglet bench gemm: case {index} is {one}, not {m}x{k}x{n} in {dtype}")
+                    mine.append((one["gflops"]["median"], one["cpu_seconds"] / work, None))
+            facts = {"dtype": dtype, "layout": peers[0]["layout"], "rounds": pairs}
+            lines.append(comparison(f"gemm {m}x{k}x{n} {dtype}", "GFLOP/s", theirs, mine, busy, **facts))
     return lines
 
 
-def per_token(values, tokens, *keys):
-    """CPU seconds per token of eaglet's JSON: the first of `keys` that it has, of one repeat."""
-    return next((values[key] / tokens for key in keys if values.get(key) is not None), None)
+def element(dtype):
+    """eaglet's words for an element type; f32 is its default."""
+    return [] if dtype == "f32" else ["--dtype", dtype]
 
 
 def train(arguments):
@@ -85,9 +84,9 @@ def train(arguments):
         best, case, tried = fastest(variants, arguments, lambda answer: middle(answer["seconds"]))
 
         def ours():
-            return eaglet(arguments, "train", *words, "--dtype", dtype, "--repeats", arguments.repeats)
+            return eaglet(arguments, "train", *words, *element(dtype), "--repeats", arguments.repeats)
 
-        lines.append(tokens_per_second(arguments, "train", case, ours, dtype, variant=best, tried=tried))
+        lines.append(tokens_per_second(arguments, "train", "step", case, ours, dtype, variant=best, tried=tried))
     return lines
 
 
@@ -107,18 +106,22 @@ def extract(arguments):
             "attention": "sdpa",
         }
         variants = {
-            f"{count} per forward": case | {"documents_per_forward": count} for count in sorted({1, arguments.documents})
+            "documents one by one": case | {"together": False},
+            "documents together": case | {"together": True},
         }
+        if arguments.documents == 1 or arguments.tokens % arguments.documents:
+            del variants["documents together"]  # of different lengths they would need padding
         best, case, tried = fastest(variants, arguments, lambda answer: middle(answer["seconds"]))
 
         def ours():
-            return eaglet(arguments, "extract", *words, "--dtype", dtype, "--repeats", arguments.repeats)
+            return eaglet(arguments, "extract", *words, *element(dtype), "--repeats", arguments.repeats)
 
-        lines.append(tokens_per_second(arguments, "extract", case, ours, dtype, variant=best, tried=tried))
+        lines.append(tokens_per_second(arguments, "extract", "row", case, ours, dtype, variant=best, tried=tried))
     return lines
 
 
-def tokens_per_second(arguments, name, case, ours, dtype, **facts):
+def tokens_per_second(arguments, name, unit, case, ours, dtype, **facts):
+    """Rounds of a case whose calls (`unit` in eaglet's JSON) are over `tokens` tokens."""
     with Peer(case, arguments) as peer:
         pairs = in_turn(arguments.rounds, peer.measure, None if arguments.peers_only else ours)
     theirs, mine = [], []
@@ -126,16 +129,17 @@ def tokens_per_second(arguments, name, case, ours, dtype, **facts):
         tokens = peers["tokens"]
         theirs.append((tokens / middle(peers["seconds"]), peers["cpu_seconds"] / tokens, peers["peak_bytes"]))
         if values is not None:
-            cpu = per_token(values, tokens, "cpu_seconds_per_step", "cpu_seconds_per_repeat", "cpu_seconds")
-            peak = values.get("peak_bytes") or values["process"]["peak_bytes"]
-            mine.append((values["tokens_per_s"]["median"], cpu, peak))
+            if values["dtype"] != dtype:
+                raise SystemExit(f"eaglet bench {name} computed in {values['dtype']}, not {dtype}")
+            cpu = values[f"cpu_seconds_per_{unit}"] / tokens
+            mine.append((values["tokens_per_s"]["median"], cpu, values["peak_bytes"]))
     busy = [pair[2] for pair in pairs]
     return comparison(f"{name} {dtype}", "tokens/s", theirs, mine, busy, dtype=dtype, **facts, rounds=pairs)
 
 
 def end_to_end(arguments):
     """Tokens/s from chats to a trained draft: streaming against files that are written first and then trained from."""
-    dtype = arguments.dtype[0]
+    dtype = arguments.dtype
     words = ["--verifier", arguments.verifier, "--samples", arguments.samples]
     words += ["--tokens-per-row", arguments.tokens_per_row, "--steps", arguments.steps, *arguments.eaglet_argument]
     tokens = arguments.steps * arguments.tokens_per_row
@@ -162,7 +166,7 @@ def end_to_end(arguments):
                     "draft_vocab": arguments.draft_vocab,
                     "learning_rate": arguments.learning_rate,
                     "ttt_steps": arguments.ttt_steps,
-                    "attention": arguments.attention[0],
+                    "attention": arguments.attention,
                     "workers": arguments.workers,
                 }
                 with Peer(case, arguments) as peer:
@@ -176,8 +180,6 @@ def end_to_end(arguments):
                 result["peak_bytes"] = max(result["peak_bytes"], values["peak_bytes"])
         return result
 
-    if not arguments.peers_only:
-        ours()  # how many tokens its steps have: the peers get as many
     pairs = in_turn(arguments.rounds, peers, None if arguments.peers_only else ours)
     theirs, mine = [], []
     for peer, values, _ in pairs:
@@ -185,49 +187,56 @@ def end_to_end(arguments):
         if values is not None:
             count, process = values["tokens"], values["process"]
             rate = count / values["wall_seconds"]["median"]
-            # Its CPU seconds are those of the whole command, of all repeats.
             mine.append((rate, process["cpu_seconds"] / count, values.get("peak_bytes") or process["peak_bytes"]))
     busy = [pair[2] for pair in pairs]
     return [comparison(f"end-to-end {dtype}", "tokens/s", theirs, mine, busy, dtype=dtype, rounds=pairs)]
 
 
+def common(dtypes):
+    """The options of all cases."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--eaglet", default="target/release/eaglet", help="its binary")
+    parser.add_argument("--peers-only", action="store_true", help="measure the peers alone")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each side (default: all cores)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of both sides")
+    parser.add_argument("--preload", type=commas, default=[], help="libraries that the peers' processes preload, with commas")
+    parser.add_argument("--json", action="store_true", help="everything, as JSON, to standard output; the table to standard error")
+    parser.add_argument("--verbose", action="store_true", help="show what the peers print")
+    if len(dtypes) == 1:
+        parser.add_argument("--dtype", choices=["f32", "bf16"], default=dtypes[0], help="what the peers compute in")
+    else:
+        parser.add_argument("--dtype", type=commas, default=dtypes, help="f32, bf16 or both, with a comma")
+        parser.add_argument("--repeats", type=int, default=3, help="calls in a turn; their median counts")
+    return parser
+
+
 def options():
     """The command line."""
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--eaglet", default="target/release/eaglet", help="its binary")
-    common.add_argument("--peers-only", action="store_true", help="measure the peers alone")
-    common.add_argument("--threads", type=int, default=os.cpu_count(), help="of each side (default: all cores)")
-    common.add_argument("--rounds", type=int, default=5, help="turns of both sides")
-    common.add_argument("--repeats", type=int, default=3, help="calls in a turn; their median counts")
-    common.add_argument("--dtype", type=commas, default=["f32", "bf16"], help="f32, bf16 or both, with a comma")
-    common.add_argument("--preload", type=commas, default=[], help="libraries that the peers' processes preload, with commas")
-    common.add_argument("--json", action="store_true", help="everything, as JSON, to standard output; the table to standard error")
-    common.add_argument("--verbose", action="store_true", help="show what the peers print")
-    attention = dict(type=commas, help="the peers' attention; of several the fastest counts")
-    model = dict(type=Path, default=real_verifier(), help="folder of a model (default: of EAGLET_REAL_DIR)")
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cases = parser.add_subparsers(required=True)
-    case = cases.add_parser("gemm", parents=[common], help=gemm.__doc__)
+    both = ["f32", "bf16"]
+    model = dict(type=Path, default=real_verifier(), help="folder of a model (default: of EAGLET_REAL_DIR)")
+
+    case = cases.add_parser("gemm", parents=[common(both)], help=gemm.__doc__)
     case.add_argument("--shape", action="append", help=f"MxKxN, may be repeated (default: {', '.join(SHAPES)})")
     case.set_defaults(run=gemm)
 
-    case = cases.add_parser("train", parents=[common], help=train.__doc__)
+    case = cases.add_parser("train", parents=[common(both)], help=train.__doc__)
     sizes = dict(hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152, draft_vocab=8192)
     for name, value in (sizes | dict(tokens=1024, documents=1, ttt_steps=3)).items():
         case.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default {value}")
     case.add_argument("--layer", choices=["llama", "qwen3"], default="llama")
-    case.add_argument("--attention", **attention, default=ATTENTION)
+    case.add_argument("--attention", type=commas, default=ATTENTION, help=f"the peers' (default: {','.join(ATTENTION)})")
     case.add_argument("--compile", type=switches, default=[False, True], help="torch.compile: off, on or both (default: off,on)")
     case.set_defaults(run=train)
 
-    case = cases.add_parser("extract", parents=[common], help=extract.__doc__)
+    case = cases.add_parser("extract", parents=[common(both)], help=extract.__doc__)
     case.add_argument("--verifier", **model)
-    case.add_argument("--tokens", type=int, default=1024, help="of each document")
+    case.add_argument("--tokens", type=int, default=1024, help="of all documents together")
     case.add_argument("--documents", type=int, default=4)
     case.set_defaults(run=extract)
 
-    case = cases.add_parser("end-to-end", parents=[common], help=end_to_end.__doc__)
+    case = cases.add_parser("end-to-end", parents=[common(["f32"])], help=end_to_end.__doc__)
     case.add_argument("--verifier", **model)
     case.add_argument("--samples", type=Path, required=True, help="chats, as eaglet reads them")
     case.add_argument("--tokens-per-row", type=int, default=1024)
@@ -235,7 +244,7 @@ def options():
     case.add_argument("--draft-vocab", type=int, default=8192)
     case.add_argument("--learning-rate", type=float, default=1e-3)
     case.add_argument("--ttt-steps", type=int, default=3)
-    case.add_argument("--attention", **attention, default=["sdpa"])
+    case.add_argument("--attention", choices=ATTENTION, default="sdpa", help="the peers'")
     case.add_argument("--workers", type=int, default=1, help="processes that load files for the peers' trainer")
     case.add_argument("--scratch", type=Path, help="folder for the peers' files (default: the system's)")
     case.add_argument("--eaglet-argument", action="append", default=[], help="one more word for eaglet, may be repeated")
@@ -263,7 +272,10 @@ def main():
         raise SystemExit("which verifier? give --verifier DIR, or set EAGLET_REAL_DIR")
     if not arguments.peers_only and not Path(arguments.eaglet).exists():
         raise SystemExit(f"{arguments.eaglet}: not there; build it with `cargo build --release`, or give --peers-only")
-    lines = arguments.run(arguments)
+    try:
+        lines = arguments.run(arguments)
+    except Unavailable as why:
+        raise SystemExit(str(why)) from None
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "speculators")}
     if arguments.json:
         print(table(lines), file=sys.stderr)

@@ -17,9 +17,11 @@ def spread(values):
 def fastest(variants, arguments, seconds_of):
     """Starts the peers with each variant, once; the fastest one's name and case, and what each gave.
 
-    Each is a process of its own, so that a variant's memory is its own.
+    Each is a process of its own, so that a variant's memory is its own. A variant alone is not tried.
     """
     tried = []
+    if len(variants) == 1:
+        return *next(iter(variants.items())), tried
     for name, case in variants.items():
         try:
             with Peer(case, arguments) as peer:
@@ -39,9 +41,15 @@ def fastest(variants, arguments, seconds_of):
 def in_turn(rounds, peer, ours):
     """Calls both sides `rounds` times, the one that begins changes; pairs of what they gave, and the load at each round.
 
-    `ours` may be None: then only the peers are measured.
+    `ours` may be None: then only the peers are measured. So they are if eaglet cannot do it.
     """
     pairs = []
+    if ours is not None:
+        try:
+            ours()  # files are in memory then, as they are for the peers
+        except Unavailable as why:
+            note(f"  {why}: the peers are measured alone")
+            ours = None
     for number in range(rounds):
         busy = load()
         if ours is None:

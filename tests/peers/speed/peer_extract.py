@@ -35,12 +35,17 @@ class Verifier:
 def prepare(case):
     verifier = Verifier(case["verifier"], case["dtype"], case["attention"])
     generator = torch.Generator().manual_seed(0)
-    shape = case["documents"], case["tokens"]
-    token_ids = torch.randint(0, verifier.config.vocab_size, shape, generator=generator)
+    tokens, documents = case["tokens"], case["documents"]
+    token_ids = torch.randint(0, verifier.config.vocab_size, (tokens,), generator=generator)
+    if case["together"]:
+        parts = [token_ids.reshape(documents, -1)]
+    else:
+        starts = [tokens * document // documents for document in range(documents + 1)]
+        parts = [token_ids[None, start:end] for start, end in zip(starts, starts[1:])]
 
     def forward():
-        for part in token_ids.split(case["documents_per_forward"]):
+        for part in parts:
             verifier.states(part)
 
     forward()
-    return lambda: {**repeat(forward, case["repeats"]), "tokens": token_ids.numel()}
+    return lambda: {**repeat(forward, case["repeats"]), "tokens": tokens}

@@ -51,17 +51,18 @@ def draft(case):
 
 
 def batch(case, dtype):
-    """One packed row: all positions count, documents of equal length."""
+    """One packed row: all positions count, documents of (nearly) equal length."""
     tokens, hidden, documents = case["tokens"], case["hidden"], case["documents"]
-    length = -(-tokens // documents)
+    starts = torch.tensor([tokens * document // documents for document in range(documents)])
     places = torch.arange(tokens)
+    document_ids = torch.searchsorted(starts, places, right=True) - 1
     return {
         "hidden_states": torch.randn(1, tokens, AUX_LAYERS * hidden).to(dtype),
         "verifier_last_hidden_states": torch.randn(1, tokens, hidden).to(dtype),
         "input_ids": torch.randint(0, case["vocab"], (1, tokens)),
         "loss_mask": torch.ones(1, tokens, dtype=torch.bool),
-        "document_ids": (places // length)[None],
-        "position_ids": (1 + places % length)[None],
+        "document_ids": document_ids[None],
+        "position_ids": (1 + places - starts[document_ids])[None],
     }
 
 

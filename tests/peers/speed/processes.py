@@ -12,7 +12,7 @@ CHILD = Path(__file__).with_name("child.py")
 
 
 class Unavailable(Exception):
-    """The peers cannot do this variant here; the message says why."""
+    """A side cannot do this here; the message says why."""
 
 
 class Peer:
@@ -75,7 +75,10 @@ class Peer:
 
 
 def eaglet(arguments, *words):
-    """Runs `eaglet bench WORDS --threads N --json`: its JSON, with what the kernel counted: `process`."""
+    """Runs `eaglet bench WORDS --threads N --json`: its JSON, with what the kernel counted: `process`.
+
+    Raises Unavailable if it fails; its own words are on standard error.
+    """
     command = [arguments.eaglet, "bench", *map(str, words), "--threads", str(arguments.threads), "--json"]
     with tempfile.TemporaryFile("w+") as out:
         start = time.perf_counter()
@@ -84,7 +87,7 @@ def eaglet(arguments, *words):
         process.returncode = os.waitstatus_to_exitcode(status)
         seconds = time.perf_counter() - start
         if process.returncode:
-            raise SystemExit(f"{' '.join(command)}: ended with {process.returncode}")
+            raise Unavailable(f"{' '.join(command)}: ended with {process.returncode}")
         out.seek(0)
         values = json.load(out)
     values["process"] = {
