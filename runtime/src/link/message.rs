@@ -309,7 +309,7 @@ mod tests {
 
     fn hidden(tokens: usize, states: u16, hidden: u32) -> BulkKind {
         BulkKind::Hidden {
-            row: RowId::HeldOut { lane: 1 },
+            row: RowId::HeldOut { lane: 1, part: 0 },
             lease: 1,
             contract: Digest::of(b"contract"),
             dtype: HiddenDtype::Bf16,

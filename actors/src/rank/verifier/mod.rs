@@ -26,7 +26,7 @@ use eaglet_runtime::verifier::{Interrupted, Peers, Shard, Verifier, VerifierErro
 use self::couriers::{Captured, Couriers};
 pub(super) use self::stored::StoredWorker;
 use self::team::{Talk, Team};
-use super::{Context, Inbox, Input, Progress, RankFault, Worker, link_options};
+use super::{Context, Inbox, Input, Progress, RankFault, Worker, shard_link_options};
 use crate::faults::{self, Point};
 use crate::recipe;
 
@@ -112,7 +112,7 @@ impl VerifierWorker {
         faults::reach(Point::Form, None)?;
         match self
             .team
-            .join(self.context.endpoint(), epoch, members, link_options)
+            .join(self.context.endpoint(), epoch, members, shard_link_options)
         {
             Ok(()) => {}
             Err(unreached) if unreached.is_of_peer() => {
