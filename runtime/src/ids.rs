@@ -170,6 +170,8 @@ pub enum RowId {
     HeldOut {
         /// The lane it belongs to.
         lane: u16,
+        /// Which part of the lane's prompts it answers.
+        part: u16,
     },
 }
 
@@ -185,7 +187,7 @@ impl RowId {
     /// The lane whose work this row is.
     pub const fn lane(self) -> u16 {
         match self {
-            Self::Train { lane, .. } | Self::HeldOut { lane } => lane,
+            Self::Train { lane, .. } | Self::HeldOut { lane, .. } => lane,
         }
     }
 }
@@ -194,7 +196,7 @@ impl fmt::Display for RowId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Train { step, lane } => write!(f, "row of step {step} in lane {lane}"),
-            Self::HeldOut { lane } => write!(f, "held-out row of lane {lane}"),
+            Self::HeldOut { lane, part } => write!(f, "held-out row {part} of lane {lane}"),
         }
     }
 }

@@ -180,7 +180,7 @@ impl Case {
             dtype: HiddenDtype::F32,
             states,
             hidden,
-            bytes,
+            bytes: bytes.into(),
         };
         let mut batch = DraftBatch::from_row(&HiddenRow { row, hidden }).expect("a row");
         batch.pad_to(size(&case["total"]));

@@ -137,7 +137,7 @@ fn stages_and_replicas_of_them_lead_to_the_weights_of_the_whole_verifier() {
     let steps = lines.iter().filter(|line| line.get("loss").is_some());
     let mut busy_ms = [0, 0];
     for step in steps {
-        let verifiers = step["verifiers"].as_array().expect("a list");
+        let verifiers = step["ranks"].as_array().expect("a list");
         assert_eq!(verifiers.len(), 2, "{step}");
         for (stage, verifier) in verifiers.iter().enumerate() {
             assert_eq!(

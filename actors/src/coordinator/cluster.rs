@@ -24,6 +24,8 @@ use crate::faults::{self, Point};
 use crate::journal::{Journal, Record};
 
 const TICK: Duration = Duration::from_millis(100);
+/// Views are told of routine at most this often.
+const VIEW_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The actor.
 pub(super) struct Cluster;
@@ -64,6 +66,8 @@ pub(super) struct ClusterState {
     arguments: ClusterArguments,
     finished: Option<oneshot::Sender<Outcome>>,
     started: Instant,
+    /// When views were told of the engine last.
+    viewed: Instant,
     proxies: HashMap<ActorId, (Seat, Generation)>,
     tickets: Tickets,
     broken: bool,
@@ -85,6 +89,7 @@ impl Actor for Cluster {
             arguments,
             finished: Some(finished),
             started: Instant::now(),
+            viewed: Instant::now(),
             proxies: HashMap::new(),
             tickets: Tickets::default(),
             broken: false,
@@ -164,6 +169,22 @@ impl Actor for Cluster {
     }
 }
 
+/// Whether an event is one of the many of each step, which need no look of their own: a look takes as long as there are
+/// seats.
+fn is_routine(event: &Event) -> bool {
+    matches!(
+        event,
+        Event::Rank {
+            event: RankEvent::Beat(_)
+                | RankEvent::Extracted { .. }
+                | RankEvent::Received { .. }
+                | RankEvent::Staged { .. }
+                | RankEvent::Applied { .. },
+            ..
+        }
+    )
+}
+
 /// The step that a replica votes for.
 fn vote(event: &Event) -> Option<Step> {
     match event {
@@ -198,14 +219,18 @@ impl ClusterState {
         }
         let now_ms = self.started.elapsed().as_millis() as u64;
         let vote = vote(&event);
+        let is_routine = is_routine(&event);
         let commands = self.arguments.engine.handle(now_ms, event);
         if vote.is_some() && !commands.iter().any(commits) {
             faults::pass(Point::Voted, vote);
         }
         self.carry_out(myself, commands).await;
+        if is_routine && self.viewed.elapsed() < VIEW_INTERVAL {
+            return;
+        }
+        self.viewed = Instant::now();
         let view = self.arguments.engine.view(now_ms);
-        // The monitor lives as long as the cluster.
-        let _ = self.arguments.monitor.cast(MonitorMessage::View(Box::new(view)));
+        self.show(MonitorMessage::View(Box::new(view)));
     }
 
     /// Stores samples before the journal knows of them, so that no crash of the machine leaves a record without its sample.

@@ -10,7 +10,7 @@ use eaglet_runtime::ids::{Epoch, Generation, Role, Seat, Step};
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::watch;
 
-use super::times::{Rate, WorkTimes};
+use super::times::{Rate, Shares, WorkTimes};
 use crate::config::ClusterConfig;
 use crate::engine::{EngineView, Notice, Phase, SeatView, StepReport};
 use crate::faults::unix_ms;
@@ -182,7 +182,7 @@ impl Actor for Monitor {
                 state.steps.add(now, report.step);
                 show_report(&mut state.snapshot, &report);
                 if !report.replay {
-                    let verifiers = state.times.line();
+                    let ranks = state.times.line();
                     state.record(&serde_json::json!({
                         "step": report.step,
                         "loss": report.loss,
@@ -190,7 +190,7 @@ impl Actor for Monitor {
                         "learning_rate": report.learning_rate,
                         "tokens": report.tokens,
                         "trained_tokens": report.trained_tokens,
-                        "verifiers": verifiers,
+                        "ranks": ranks,
                         "elapsed_s": state.started.elapsed().as_secs_f64(),
                         "unix_ms": unix_ms,
                     }));
@@ -356,7 +356,7 @@ fn occupants(ranks: &[RankView]) -> Vec<(Seat, Generation, Option<u32>)> {
     ranks.iter().map(occupant).collect()
 }
 
-fn rank_view(seat: &SeatView, shares: Option<[f32; 2]>) -> RankView {
+fn rank_view(seat: &SeatView, shares: Option<Shares>) -> RankView {
     // What the last occupant of an empty seat said is no longer true.
     let beat = seat.beat.filter(|_| seat.pid != 0);
     let activity = beat.map(|beat| beat.activity).unwrap_or_default();
@@ -369,7 +369,9 @@ fn rank_view(seat: &SeatView, shares: Option<[f32; 2]>) -> RankView {
         _ => match activity {
             Activity::Loading => RankState::Loading,
             Activity::Extracting | Activity::Generating | Activity::AwaitingPeers => RankState::Extracting,
-            Activity::Computing | Activity::Reducing | Activity::Applying => RankState::Training,
+            Activity::Computing | Activity::Reducing | Activity::AwaitingCommit | Activity::Applying => {
+                RankState::Training
+            }
             Activity::Idle | Activity::Donating | Activity::Saving | Activity::Evaluating => RankState::Idle,
         },
     };
@@ -380,7 +382,8 @@ fn rank_view(seat: &SeatView, shares: Option<[f32; 2]>) -> RankView {
         | Activity::Loading
         | Activity::Extracting
         | Activity::Computing
-        | Activity::AwaitingPeers => "",
+        | Activity::AwaitingPeers
+        | Activity::AwaitingCommit => "",
         Activity::Generating => "answering held-out prompts",
         Activity::Reducing => "summing gradients",
         Activity::Applying => "applying the step",
@@ -402,18 +405,37 @@ fn rank_view(seat: &SeatView, shares: Option<[f32; 2]>) -> RankView {
             stage: shard.stage,
             slice: shard.slice,
         }),
-        busy: shares.map(|[busy, _]| busy),
-        waiting: shares.map(|[_, waiting]| waiting),
-        detail: match place_in_team(seat, shares) {
-            Some(place) if detail.is_empty() => place,
-            Some(place) => format!("{place}; {detail}"),
-            None => detail.to_owned(),
-        },
+        busy: shares.map(|shares| shares.busy),
+        waiting: shares.map(|shares| shares.waiting),
+        idle: shares.map(|shares| shares.idle),
+        detail: [place_in_team(seat), time_spent(seat, shares), Some(detail.to_owned())]
+            .into_iter()
+            .flatten()
+            .filter(|words| !words.is_empty())
+            .collect::<Vec<_>>()
+            .join("; "),
     }
 }
 
-/// Which part of which verifier a rank holds, and how it spends its time, if there is more than one part.
-fn place_in_team(seat: &SeatView, shares: Option<[f32; 2]>) -> Option<String> {
+/// How a rank that works spends its time, and what it waits for.
+fn time_spent(seat: &SeatView, shares: Option<Shares>) -> Option<String> {
+    let Shares { busy, waiting, idle } = shares.filter(|_| seat.status == "ready")?;
+    let mut words = Vec::new();
+    let input = match seat.seat.role {
+        Role::Verifier => "without a row",
+        Role::Draft => "waiting for rows",
+    };
+    for (share, what) in [(busy, "busy"), (waiting, "waiting for peers"), (idle, input)] {
+        let percent = (100.0 * share).round();
+        if percent > 0.0 || what == "busy" {
+            words.push(format!("{percent} % {what}"));
+        }
+    }
+    Some(words.join(", "))
+}
+
+/// Which part of which verifier a rank holds, if there is more than one part.
+fn place_in_team(seat: &SeatView) -> Option<String> {
     let (replica, shard) = seat.shard.filter(|(_, shard)| shard.stages * shard.slices > 1)?;
     let mut place = format!("replica {replica}");
     if shard.stages > 1 {
@@ -422,17 +444,8 @@ fn place_in_team(seat: &SeatView, shares: Option<[f32; 2]>) -> Option<String> {
     if shard.slices > 1 {
         place.push_str(&format!(" slice {}", shard.slice));
     }
-    match (seat.status, shares) {
-        ("waiting", _) => place.push_str(", waits for the others"),
-        ("ready", Some([busy, waiting])) => {
-            let percent = |share: f32| (100.0 * share).round();
-            place.push_str(&format!(
-                ", {} % busy, {} % waiting",
-                percent(busy),
-                percent(waiting)
-            ));
-        }
-        _ => {}
+    if seat.status == "waiting" {
+        place.push_str(", waits for the others");
     }
     Some(place)
 }

@@ -1,4 +1,5 @@
-//! How much of its time each verifier rank computes, and how much of it it waits for the other shards: the bubble.
+//! How much of its time each rank computes, and how much of it it waits for its peers or for input. Of the shards of a
+//! verifier, the wait for peers is the bubble.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -40,52 +41,63 @@ impl Rate {
     }
 }
 
-/// Times of all verifier ranks.
+/// Times of all ranks.
 #[derive(Default)]
 pub(super) struct WorkTimes(BTreeMap<Seat, Times>);
 
 struct Times {
     generation: Generation,
-    shard: Shard,
-    busy: Rate,
-    waiting: Rate,
+    shard: Option<Shard>,
+    /// Busy, waiting for peers, waiting for input.
+    rates: [Rate; 3],
     /// Its counters, in ms, now and in the last line.
-    latest_ms: [u64; 2],
-    told_ms: [u64; 2],
+    latest_ms: [u64; 3],
+    told_ms: [u64; 3],
+}
+
+/// Parts of a rank's time, 0 to 1.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Shares {
+    /// It computes.
+    pub(super) busy: f32,
+    /// It waits for other ranks in the middle of work.
+    pub(super) waiting: f32,
+    /// It waits for input.
+    pub(super) idle: f32,
 }
 
 impl WorkTimes {
     /// Notes the newest beats.
     pub(super) fn look(&mut self, now: Instant, seats: &[SeatView]) {
         for seat in seats {
-            let (Some((_, shard)), Some(beat)) = (seat.shard, seat.beat) else {
-                continue;
-            };
+            let Some(beat) = seat.beat else { continue };
             let fresh = || Times {
                 generation: seat.generation,
-                shard,
-                busy: Rate::default(),
-                waiting: Rate::default(),
-                latest_ms: [0; 2],
-                told_ms: [0; 2],
+                shard: seat.shard.map(|(_, shard)| shard),
+                rates: Default::default(),
+                latest_ms: [0; 3],
+                told_ms: [0; 3],
             };
             let times = self.0.entry(seat.seat).or_insert_with(fresh);
             if times.generation != seat.generation {
                 *times = fresh();
             }
-            times.latest_ms = [beat.busy_ms, beat.waiting_ms];
-            times.busy.add(now, beat.busy_ms);
-            times.waiting.add(now, beat.waiting_ms);
+            times.latest_ms = [beat.busy_ms, beat.waiting_ms, beat.idle_ms];
+            for (rate, total_ms) in times.rates.iter_mut().zip(times.latest_ms) {
+                rate.add(now, total_ms);
+            }
         }
     }
 
-    /// Parts of its time that the present occupant of a seat has spent computing and waiting for peers lately, 0 to 1.
-    pub(super) fn shares(&self, now: Instant, seat: &SeatView) -> Option<[f32; 2]> {
+    /// How the present occupant of a seat has spent its time lately.
+    pub(super) fn shares(&self, now: Instant, seat: &SeatView) -> Option<Shares> {
         let times = self.0.get(&seat.seat)?;
         if times.generation != seat.generation || seat.pid == 0 {
             return None;
         }
-        Some([&times.busy, &times.waiting].map(|rate| (rate.per_second(now) / 1000.0).min(1.0)))
+        let [busy, waiting, idle] =
+            [0, 1, 2].map(|which: usize| (times.rates[which].per_second(now) / 1000.0).min(1.0));
+        Some(Shares { busy, waiting, idle })
     }
 
     /// What each of them has spent since the last line, for `metrics.jsonl`.
@@ -93,16 +105,20 @@ impl WorkTimes {
         self.0
             .iter_mut()
             .map(|(seat, times)| {
-                let [busy_ms, waiting_ms] =
-                    [0, 1].map(|which| times.latest_ms[which].saturating_sub(times.told_ms[which]));
+                let [busy_ms, waiting_ms, idle_ms] = [0, 1, 2]
+                    .map(|which: usize| times.latest_ms[which].saturating_sub(times.told_ms[which]));
                 times.told_ms = times.latest_ms;
-                serde_json::json!({
+                let mut line = serde_json::json!({
                     "seat": seat.to_string(),
-                    "stage": times.shard.stage,
-                    "slice": times.shard.slice,
                     "busy_ms": busy_ms,
                     "waiting_ms": waiting_ms,
-                })
+                    "idle_ms": idle_ms,
+                });
+                if let Some(shard) = times.shard {
+                    line["stage"] = shard.stage.into();
+                    line["slice"] = shard.slice.into();
+                }
+                line
             })
             .collect()
     }
@@ -131,6 +147,7 @@ mod tests {
                 rss_bytes: 0,
                 busy_ms,
                 waiting_ms,
+                idle_ms: 10,
             }),
         }
     }
@@ -144,7 +161,7 @@ mod tests {
         times.look(later(10), &[view(0, 8000, 3000)]);
         let shares = times.shares(later(10), &view(0, 0, 0)).expect("it is known");
         assert!(
-            (shares[0] - 0.7).abs() < 1e-6 && (shares[1] - 0.25).abs() < 1e-6,
+            (shares.busy - 0.7).abs() < 1e-6 && (shares.waiting - 0.25).abs() < 1e-6 && shares.idle == 0.0,
             "{shares:?}"
         );
         let spent = |times: &mut WorkTimes| {

@@ -4,6 +4,8 @@
 //! then it goes to its home, the seat of the same number, or to the seat with the fewest lanes. Owners decide how fast a
 //! step is, never what it computes.
 
+use std::collections::BTreeMap;
+
 use eaglet_runtime::ids::{Role, RowId, Seat};
 
 use super::Engine;
@@ -30,25 +32,28 @@ impl Engine {
     /// Gives lanes without an owner to somebody, and evens the load out among those who are ready.
     pub(super) fn assign_lanes(&mut self) {
         let before = self.owners.clone();
-        let active: Vec<Seat> = self.seats.active(Role::Draft).collect();
-        if active.is_empty() {
+        let mut loads = self.loads();
+        if loads.is_empty() {
             return; // the run is about to end
         }
         for lane in 0..self.settings.lanes {
-            let owner = self.owner_of(lane).filter(|seat| active.contains(seat));
+            let owner = self.owner_of(lane).filter(|seat| loads.contains_key(seat));
             let absent = owner.is_none_or(|seat| !self.seats.get(seat).is_live());
-            let spare = active.iter().copied().find(|&seat| {
-                self.seats.get(seat).status == Status::Ready && self.lanes_of(seat).next().is_none()
-            });
+            // A rank that waits without work takes over at once; without one, the owner is back in a moment.
+            let spare = (absent && self.was_filled)
+                .then(|| loads.iter().find(|&(&seat, &lanes)| lanes == 0 && self.is_ready(seat)))
+                .flatten()
+                .map(|(&seat, _)| seat);
             let next = match (owner, spare) {
-                // A rank that waits without work takes over at once; without one, the owner is back in a moment.
-                (_, Some(spare)) if absent && self.was_filled => spare,
-                (Some(owner), _) => owner,
-                (None, _) => self.least_loaded(&active, lane),
+                (_, Some(spare)) => spare,
+                (Some(owner), None) => owner,
+                (None, None) => self.least_loaded(&loads, lane),
             };
-            self.owners[usize::from(lane)] = Some(next.index);
+            if owner != Some(next) {
+                self.move_lane(&mut loads, lane, next);
+            }
         }
-        self.even_out(&active);
+        self.even_out(&mut loads);
         for lane in 0..self.settings.lanes {
             let owner = self.owners[usize::from(lane)];
             if before[usize::from(lane)] != owner {
@@ -57,34 +62,56 @@ impl Engine {
         }
     }
 
-    fn least_loaded(&self, active: &[Seat], lane: u16) -> Seat {
-        let load = |seat: Seat| self.lanes_of(seat).filter(|&other| other != lane).count();
+    /// How many lanes each active draft seat computes.
+    fn loads(&self) -> BTreeMap<Seat, usize> {
+        let mut loads: BTreeMap<Seat, usize> =
+            self.seats.active(Role::Draft).map(|seat| (seat, 0)).collect();
+        for owner in self.owners.iter().flatten() {
+            if let Some(lanes) = loads.get_mut(&Seat::draft(*owner)) {
+                *lanes += 1;
+            }
+        }
+        loads
+    }
+
+    fn is_ready(&self, seat: Seat) -> bool {
+        self.seats.get(seat).status == Status::Ready
+    }
+
+    fn move_lane(&mut self, loads: &mut BTreeMap<Seat, usize>, lane: u16, to: Seat) {
+        let from = self.owners[usize::from(lane)].replace(to.index).map(Seat::draft);
+        if let Some(lanes) = from.and_then(|from| loads.get_mut(&from)) {
+            *lanes -= 1;
+        }
+        if let Some(lanes) = loads.get_mut(&to) {
+            *lanes += 1;
+        }
+    }
+
+    /// Who gets a lane that belongs to nobody.
+    fn least_loaded(&self, loads: &BTreeMap<Seat, usize>, lane: u16) -> Seat {
         let home = Seat::draft(lane);
-        active
+        loads
             .iter()
-            .copied()
-            .min_by_key(|&seat| (load(seat), seat != home, !self.seats.get(seat).is_live(), seat))
+            .min_by_key(|&(&seat, &lanes)| (lanes, seat != home, !self.seats.get(seat).is_live(), seat))
             // The caller has seen that there is one.
-            .unwrap_or(home)
+            .map_or(home, |(&seat, _)| seat)
     }
 
     /// Moves lanes to ready seats that have two fewer than another one.
-    fn even_out(&mut self, active: &[Seat]) {
+    fn even_out(&mut self, loads: &mut BTreeMap<Seat, usize>) {
         loop {
-            let load = |seat: &Seat| self.lanes_of(*seat).count();
-            let most = active
+            let most = loads
                 .iter()
-                .copied()
-                .max_by_key(|seat| (load(seat), std::cmp::Reverse(*seat)));
-            let least = active
+                .max_by_key(|&(&seat, &lanes)| (lanes, std::cmp::Reverse(seat)));
+            let least = loads
                 .iter()
-                .copied()
-                .filter(|&seat| self.seats.get(seat).status == Status::Ready)
-                .min_by_key(|seat| (load(seat), *seat));
-            let (Some(most), Some(least)) = (most, least) else {
+                .filter(|&(&seat, _)| self.is_ready(seat))
+                .min_by_key(|&(&seat, &lanes)| (lanes, seat));
+            let (Some((&most, &more)), Some((&least, &fewer))) = (most, least) else {
                 return;
             };
-            if load(&most) < load(&least) + 2 {
+            if more < fewer + 2 {
                 return;
             }
             // Towards its home, else one that is not at home, else any.
@@ -95,7 +122,7 @@ impl Engine {
                 .or_else(|| lanes.iter().rfind(|&&lane| lane != most.index))
                 .or(lanes.last());
             let Some(&lane) = lane else { return };
-            self.owners[usize::from(lane)] = Some(least.index);
+            self.move_lane(loads, lane, least);
         }
     }
 

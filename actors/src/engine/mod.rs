@@ -141,8 +141,10 @@ pub struct Engine {
     leases: u64,
     step_phase: StepPhase,
     evaluated: Option<(Step, Acceptance)>,
-    /// Lanes whose held-out row the verifier refused.
-    held_out_refused: BTreeSet<u16>,
+    /// Held-out rows that the verifier refused.
+    held_out_refused: BTreeSet<RowId>,
+    /// Rows that were given out since the last part of the held-out prompts.
+    rows_since_part: u32,
     gradient_disputes: u32,
     /// Steps in a row of which the verifier refused every sample.
     refused_steps: u32,
@@ -204,6 +206,7 @@ impl Engine {
             step_phase: StepPhase::Idle,
             evaluated: None,
             held_out_refused: BTreeSet::new(),
+            rows_since_part: 0,
             gradient_disputes: 0,
             refused_steps: 0,
             broken_link: None,

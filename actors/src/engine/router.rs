@@ -9,6 +9,12 @@ use super::teams::Handout;
 use super::{Command, Engine, Phase};
 use crate::journal::Record;
 
+/// Prompts that are answered together at most: while a verifier answers them it extracts no row.
+const PROMPTS_PER_PART: usize = 8;
+
+/// As long as there are rows to extract, so many are given out between two parts of held-out prompts.
+const ROWS_BETWEEN_PARTS: u32 = 16;
+
 /// An occupant of a draft seat.
 pub(super) type Occupant = (u16, Generation);
 
@@ -79,7 +85,9 @@ impl Engine {
             .unwrap_or_default()
     }
 
-    /// Gives rows to replicas of the verifier that have room: those of the next step first, then held-out ones, then those ahead.
+    /// Gives rows to replicas of the verifier that have room: those of the next step first, then those ahead, then held-out
+    /// ones. A part of the held-out prompts takes long, so it waits until rows are ahead; but not for ever, and as long as
+    /// there is something to train one replica of several is left to it.
     pub(super) fn route(&mut self) {
         if !self.prepared || matches!(self.phase, Phase::Leaving | Phase::Finished) {
             return;
@@ -99,15 +107,25 @@ impl Engine {
                     wanted.push(RowId::Train { step, lane });
                 }
             }
-            if step == base {
+            if step == base && self.rows_since_part >= ROWS_BETWEEN_PARTS {
                 wanted.extend(self.held_out_rows());
             }
         }
-        if wanted.is_empty() {
+        let most = match wanted.is_empty() {
+            // Nothing is left to train: all may answer.
+            true => usize::MAX,
+            false => self.formed_teams().saturating_sub(1).max(1),
+        };
+        let mut parts = most.saturating_sub(self.parts_in_work());
+        if parts > 0 {
             wanted.extend(self.held_out_rows());
         }
         for row in wanted {
             if self.row_state(row) != RowState::Waiting {
+                continue;
+            }
+            let is_part = matches!(row, RowId::HeldOut { .. });
+            if is_part && parts == 0 {
                 continue;
             }
             let Some(to) = self.owner_of(row.lane()) else {
@@ -122,7 +140,22 @@ impl Engine {
                 return;
             };
             self.lease(row, replica, destination);
+            if is_part {
+                parts -= 1;
+                self.rows_since_part = 0;
+            } else {
+                self.rows_since_part = self.rows_since_part.saturating_add(1);
+            }
         }
+    }
+
+    /// Parts of the held-out prompts that verifiers work on.
+    fn parts_in_work(&self) -> usize {
+        let is_part = |row: &RowId| matches!(row, RowId::HeldOut { .. });
+        self.rows
+            .iter()
+            .filter(|(row, at)| is_part(row) && matches!(at.state, RowState::Leased { .. }))
+            .count()
     }
 
     fn lease(&mut self, row: RowId, replica: u16, destination: Member) {
@@ -157,12 +190,12 @@ impl Engine {
                     destination,
                 });
             }
-            RowId::HeldOut { lane } => {
+            RowId::HeldOut { lane, part } => {
                 let request = HeldOutRequest {
                     row,
                     lease,
                     turn,
-                    prompts: self.held_out_prompts(lane).cloned().collect(),
+                    prompts: self.prompts_of_part(lane, part).cloned().collect(),
                     max_new_tokens: self.settings.max_new_tokens,
                     destination,
                 };
@@ -282,7 +315,7 @@ impl Engine {
         }
         let RowId::Train { step, lane } = row else {
             self.give_back(|other, _| other == row);
-            if self.held_out_refused.insert(row.lane()) {
+            if self.held_out_refused.insert(row) {
                 self.warn(format!("the {row} is not evaluated: {reason}"));
             }
             return;
@@ -382,12 +415,26 @@ impl Engine {
             })
     }
 
-    /// The held-out rows of all lanes that have prompts.
+    fn prompts_of_part(&self, lane: u16, part: u16) -> impl Iterator<Item = &Vec<u32>> {
+        self.held_out_prompts(lane)
+            .skip(usize::from(part) * PROMPTS_PER_PART)
+            .take(PROMPTS_PER_PART)
+    }
+
+    /// The held-out rows of all lanes that have prompts: the first part of each lane, then the second ones.
     pub(super) fn held_out_rows(&self) -> Vec<RowId> {
-        (0..self.settings.lanes)
-            .filter(|lane| !self.held_out_refused.contains(lane))
-            .filter(|&lane| self.held_out_prompts(lane).next().is_some())
-            .map(|lane| RowId::HeldOut { lane })
-            .collect()
+        let parts = |lane| self.held_out_prompts(lane).count().div_ceil(PROMPTS_PER_PART);
+        let mut rows: Vec<RowId> = (0..self.settings.lanes.min(self.held_out.len().try_into().unwrap_or(u16::MAX)))
+            .flat_map(|lane| {
+                let parts = u16::try_from(parts(lane)).unwrap_or(u16::MAX);
+                (0..parts).map(move |part| RowId::HeldOut { lane, part })
+            })
+            .filter(|row| !self.held_out_refused.contains(row))
+            .collect();
+        rows.sort_by_key(|row| match *row {
+            RowId::HeldOut { part, lane } => (part, lane),
+            RowId::Train { lane, .. } => (0, lane),
+        });
+        rows
     }
 }

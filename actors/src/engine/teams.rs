@@ -251,6 +251,11 @@ impl Engine {
         }
     }
 
+    /// How many teams work.
+    pub(super) fn formed_teams(&self) -> usize {
+        self.teams.0.values().filter(|team| team.stage == Stage::Formed).count()
+    }
+
     /// A team that can take another row: the one with the fewest in work.
     ///
     /// One row in work for each stage of the pipeline, and one behind them, so that no stage waits for the coordinator.

@@ -1,5 +1,6 @@
 //! What can be shown of the engine.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use eaglet_runtime::control::Beat;
@@ -63,6 +64,12 @@ pub struct EngineView {
 impl Engine {
     /// What can be shown at a time.
     pub fn view(&self, now_ms: u64) -> EngineView {
+        let mut lanes: BTreeMap<u16, Vec<u16>> = BTreeMap::new();
+        for (lane, owner) in (0..).zip(&self.owners) {
+            if let Some(owner) = owner {
+                lanes.entry(*owner).or_default().push(lane);
+            }
+        }
         EngineView {
             phase: self.phase,
             epoch: self.epoch,
@@ -100,7 +107,7 @@ impl Engine {
                     pid: state.pid,
                     restarts: state.restarts_total,
                     lanes: if seat.role == Role::Draft {
-                        self.lanes_of(seat).collect()
+                        lanes.remove(&seat.index).unwrap_or_default()
                     } else {
                         Vec::new()
                     },

@@ -73,12 +73,15 @@ pub struct RankView {
     /// Verifier only: the part of it that the rank holds.
     #[serde(default)]
     pub shard: Option<ShardView>,
-    /// Verifier only: part of its time that it has computed lately, 0 to 1.
+    /// Part of its time that it has computed lately, 0 to 1.
     #[serde(default)]
     pub busy: Option<f32>,
-    /// Verifier only: part of its time that it has waited for other shards lately, 0 to 1. The rest it had no row.
+    /// Part of its time that it has waited for other ranks in the middle of work lately, 0 to 1.
     #[serde(default)]
     pub waiting: Option<f32>,
+    /// Part of its time that it has waited for input lately, 0 to 1.
+    #[serde(default)]
+    pub idle: Option<f32>,
     /// Resident memory of the process, in bytes; 0 if unknown.
     pub rss_bytes: u64,
     /// Time since its last beat, in ms; `None` before the first.

@@ -16,6 +16,8 @@ struct Note {
     busy: Duration,
     /// Spent waiting for peers before the present activity.
     waiting: Duration,
+    /// Spent waiting for input before the present activity.
+    idle: Duration,
 }
 
 /// What a gauge shows.
@@ -28,27 +30,33 @@ pub(super) struct Reading {
     pub(super) busy_ms: u64,
     /// Spent waiting for peers in the middle of work since the start.
     pub(super) waiting_ms: u64,
+    /// Spent waiting for input since the start.
+    pub(super) idle_ms: u64,
 }
 
 impl Note {
-    fn times(&self) -> (Duration, Duration) {
+    /// Busy, waiting for peers, waiting for input.
+    fn times(&self) -> [Duration; 3] {
         let elapsed = self.since.elapsed();
+        let mut times = [self.busy, self.waiting, self.idle];
         match self.activity {
             // What is done once says nothing about how busy a rank is.
-            Activity::Loading => (self.busy, self.waiting),
-            activity if activity.is_work() => (self.busy + elapsed, self.waiting),
-            activity if activity.is_waiting() => (self.busy, self.waiting + elapsed),
-            _ => (self.busy, self.waiting),
+            Activity::Loading => {}
+            activity if activity.is_work() => times[0] += elapsed,
+            activity if activity.is_waiting() => times[1] += elapsed,
+            _ => times[2] += elapsed,
         }
+        times
     }
 
     fn begin(&mut self, activity: Activity) {
-        let (busy, waiting) = self.times();
+        let [busy, waiting, idle] = self.times();
         *self = Self {
             activity,
             since: Instant::now(),
             busy,
             waiting,
+            idle,
         };
     }
 }
@@ -60,6 +68,7 @@ impl Default for ActivityGauge {
             since: Instant::now(),
             busy: Duration::ZERO,
             waiting: Duration::ZERO,
+            idle: Duration::ZERO,
         })))
     }
 }
@@ -84,12 +93,13 @@ impl ActivityGauge {
     /// The activity, and what was spent so far.
     pub(super) fn read(&self) -> Reading {
         let note = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (busy, waiting) = note.times();
+        let [busy, waiting, idle] = note.times();
         Reading {
             activity: note.activity,
             age_ms: note.since.elapsed().as_millis() as u64,
             busy_ms: busy.as_millis() as u64,
             waiting_ms: waiting.as_millis() as u64,
+            idle_ms: idle.as_millis() as u64,
         }
     }
 }

@@ -192,6 +192,7 @@ impl Actor for Link {
                     rss_bytes: resident_bytes().unwrap_or(0),
                     busy_ms: reading.busy_ms,
                     waiting_ms: reading.waiting_ms,
+                    idle_ms: reading.idle_ms,
                 };
                 state.sequence += 1;
                 state.say(RankEvent::Beat(beat));

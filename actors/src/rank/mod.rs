@@ -295,6 +295,16 @@ fn link_options() -> SenderOptions {
     }
 }
 
+/// Options of links between the shards of a verifier. What one of them has under way is what a row needs, and who waits for
+/// its peers has no other use for its memory, so nothing is gained by a bound on the queue.
+fn shard_link_options() -> SenderOptions {
+    SenderOptions {
+        queue_messages: usize::MAX,
+        queue_bytes: u64::MAX,
+        ..link_options()
+    }
+}
+
 /// The bulk listener's name: in the abstract namespace, so that no file is left behind. Every user of the machine can read
 /// it, so it shows a digest and nothing of the launch's secret.
 fn bulk_name(token: &str, seat: Seat, generation: Generation) -> String {

@@ -292,12 +292,8 @@ impl SinkWorker {
 
 /// Tokens, masks and states of each document of a row.
 fn documents(row: &HiddenRow) -> impl Iterator<Item = (&[u32], &[u8], HiddenStates)> {
-    let token_bytes = row.hidden.states * row.hidden.hidden * row.hidden.dtype.bytes();
     row.row.documents().map(move |range| {
-        let states = HiddenStates {
-            bytes: row.hidden.bytes[range.start * token_bytes..range.end * token_bytes].to_vec(),
-            ..row.hidden
-        };
+        let states = row.hidden.of_tokens(range.clone());
         (&row.row.tokens[range.clone()], &row.row.loss_mask[range], states)
     })
 }

@@ -50,6 +50,14 @@ pub(super) fn percentile(values: &[u64], percent: u64) -> Option<u64> {
     sorted.get(rank - 1).copied()
 }
 
+/// As [`percentile`], of any numbers and for a part from 0 to 1; 0 without any.
+pub(super) fn quantile(values: &[f64], part: f64) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_unstable_by(f64::total_cmp);
+    let rank = (sorted.len() as f64 * part).ceil().max(1.0) as usize;
+    sorted.get(rank - 1).copied().unwrap_or_default()
+}
+
 /// Median and range of what was measured several times.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(super) struct Spread {
@@ -178,6 +186,9 @@ mod tests {
             [Some(50), Some(99), Some(100)]
         );
         assert_eq!(percentile(&[1, 2, 3, 4], 99), Some(4));
+        let values: Vec<f64> = (1..=200).rev().map(f64::from).collect();
+        assert_eq!([0.5, 0.99, 1.0].map(|part| quantile(&values, part)), [100.0, 198.0, 200.0]);
+        assert_eq!((quantile(&[7.0], 0.5), quantile(&[], 0.5)), (7.0, 0.0));
     }
 
     #[test]

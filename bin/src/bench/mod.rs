@@ -1,9 +1,12 @@
 //! `eaglet bench`: measurements that anybody can repeat on their own machine.
 
+mod coordinator;
 mod extract;
+mod fabric;
 mod facts;
 mod gemm;
 mod interrupt;
+mod model;
 mod recovery;
 mod run;
 mod stages;
@@ -27,6 +30,10 @@ pub(crate) enum BenchCommand {
     Train(train::TrainArgs),
     /// A verifier's hidden states: tokens per second, and where the time goes.
     Extract(extract::ExtractArgs),
+    /// Moving data: tensors within a host and between hosts, control round trips, votes and journal.
+    Fabric(fabric::FabricArgs),
+    /// What the coordinator costs as the cluster grows, among simulated ranks.
+    Coordinator(coordinator::CoordinatorArgs),
     /// Hurt a small cluster again and again: how long until a fault is noticed, and until training goes on.
     Recovery(recovery::RecoveryArgs),
 }
@@ -41,6 +48,8 @@ pub(crate) fn command(command: &BenchCommand) -> Result<Exit> {
         BenchCommand::Gemm(arguments) => gemm::gemm(arguments, out)?,
         BenchCommand::Train(arguments) => train::train(arguments, out)?,
         BenchCommand::Extract(arguments) => extract::extract(arguments, out)?,
+        BenchCommand::Fabric(arguments) => fabric::fabric(arguments, out)?,
+        BenchCommand::Coordinator(arguments) => coordinator::coordinator(arguments, out)?,
         BenchCommand::Recovery(arguments) => {
             let mut config = match cluster_file::load(&arguments.cluster, &arguments.sets) {
                 Ok(config) => config,

@@ -10,7 +10,7 @@ use crate::ids::{Epoch, Generation, RowId, Seat, Step, Unit};
 use crate::row::PackedRow;
 
 /// Version of this vocabulary; both ends must speak the same one.
-pub const PROTOCOL: u32 = 3;
+pub const PROTOCOL: u32 = 4;
 
 /// A rank's first words on a stream.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -48,6 +48,8 @@ pub enum Activity {
     Reducing,
     /// Waiting for the other shards of its verifier.
     AwaitingPeers,
+    /// Waiting for the others' votes and the journal, with a vote given.
+    AwaitingCommit,
     /// Applying the optimizer.
     Applying,
     /// Sending its state to a replacement.
@@ -59,7 +61,7 @@ pub enum Activity {
 }
 
 /// A sign of life, sent from a thread of its own.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Beat {
     /// Counts the beats of this incarnation.
     pub sequence: u64,
@@ -73,6 +75,8 @@ pub struct Beat {
     pub busy_ms: u64,
     /// Time that it has spent waiting for peers in the middle of work.
     pub waiting_ms: u64,
+    /// Time that it has had nothing to do: it waited for input.
+    pub idle_ms: u64,
 }
 
 impl Activity {
@@ -83,7 +87,7 @@ impl Activity {
 
     /// Whether it waits for other ranks in the middle of work.
     pub const fn is_waiting(self) -> bool {
-        matches!(self, Self::Reducing | Self::AwaitingPeers)
+        matches!(self, Self::Reducing | Self::AwaitingPeers | Self::AwaitingCommit)
     }
 }
 

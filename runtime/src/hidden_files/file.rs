@@ -112,7 +112,7 @@ impl HiddenFile {
                 }
             }
         }
-        Ok(read)
+        Ok(read.share())
     }
 
     /// Writes a file, whole or not at all (FILES-3).

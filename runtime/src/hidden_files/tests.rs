@@ -32,7 +32,7 @@ fn states(tokens: &[u32], dtype: HiddenDtype) -> HiddenStates {
             states.set(token, state, &values);
         }
     }
-    states
+    states.share()
 }
 
 fn written(samples: &[&[u32]]) -> tempfile::TempDir {

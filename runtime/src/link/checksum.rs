@@ -7,3 +7,8 @@
 pub(super) fn checksum(chunk: &[u8]) -> u64 {
     u64::from(crc32c::crc32c(chunk))
 }
+
+/// Checksum of what `before` is the checksum of, followed by `chunk`.
+pub(super) fn extend_checksum(before: u64, chunk: &[u8]) -> u64 {
+    u64::from(crc32c::crc32c_append(before as u32, chunk))
+}

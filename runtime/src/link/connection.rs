@@ -1,19 +1,22 @@
-//! The receiving end of one connection: takes chunks out of the ring and puts messages together.
+//! The receiving end of one connection: takes chunks out of the ring, tensors as they lie in the heap, and puts messages
+//! together.
 
+use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
-use rustix::net::SendFlags;
 
 use super::checksum::checksum;
 use super::error::LinkError;
 use super::frame::{Frame, FrameKind, FrameReader, Read};
+use super::heap::HeapView;
 use super::message::{BulkHeader, BulkMessage, decode_header};
+use super::part::Part;
 use super::pool::{Budget, BufferPool, Charge, PooledBuffer};
 use super::ring::ReadRing;
-use super::socket::Hello;
+use super::socket::{Hello, Speech};
 use crate::wire::BODY_LIMIT_BYTES;
 
 /// What a decoded header may weigh beyond four times its encoded bytes (a token id of one byte becomes a `u32`).
@@ -22,7 +25,9 @@ const HEADER_OVERHEAD_BYTES: u64 = 512;
 /// One connection after its hello.
 pub(super) struct Connection {
     pub(super) socket: Arc<OwnedFd>,
+    pub(super) speech: Arc<Speech>,
     pub(super) ring: ReadRing,
+    pub(super) heap: Option<Arc<HeapView>>,
     pub(super) peer: Hello,
     pub(super) pool: BufferPool,
     pub(super) budget: Arc<Budget>,
@@ -39,22 +44,26 @@ struct Assembly {
 
 struct Parts {
     header: BulkHeader,
-    buffers: Vec<PooledBuffer>,
     charge: Charge,
-    /// The part that the next chunk belongs to, and how much of it is there.
-    at: usize,
-    filled: usize,
+    /// Parts that are whole.
+    whole: Vec<Part>,
+    /// What the parts after them weigh until it is known where they lie.
+    reserved: VecDeque<Charge>,
+    /// The part after them, as far as it has come in chunks.
+    filling: Option<(PooledBuffer, usize)>,
 }
 
 impl Parts {
-    fn skip_full(&mut self) {
-        while self
-            .buffers
-            .get(self.at)
-            .is_some_and(|buffer| buffer.len() == self.filled)
-        {
-            self.at += 1;
-            self.filled = 0;
+    /// Bytes of the part that is next, if one is missing.
+    fn next_bytes(&self) -> Option<usize> {
+        self.header.parts.get(self.whole.len()).map(|&bytes| bytes as usize)
+    }
+
+    /// Nothing is sent for empty parts.
+    fn skip_empty(&mut self, pool: &BufferPool) {
+        while self.next_bytes() == Some(0) {
+            self.reserved.pop_front();
+            self.whole.push(pool.take(0).into());
         }
     }
 }
@@ -81,7 +90,7 @@ impl Connection {
                 }
             };
             match frame.kind {
-                FrameKind::Chunk => {}
+                FrameKind::Chunk | FrameKind::Placed => {}
                 FrameKind::Bye if assembly.is_none() => return Ok(()),
                 FrameKind::Refuse => {
                     return Err(LinkError::Refused {
@@ -101,17 +110,17 @@ impl Connection {
                 Some(current) => current,
                 None => self.begin(&frame)?,
             };
-            if self.take_chunk(&mut current, &frame)? {
+            if self.take_piece(&mut current, &frame)? {
                 if let Some(Parts {
                     header,
-                    buffers,
+                    whole,
                     charge,
                     ..
                 }) = current.parts
                 {
                     deliver(BulkMessage {
                         header,
-                        parts: buffers,
+                        parts: whole,
                         charge,
                     });
                 }
@@ -142,8 +151,8 @@ impl Connection {
         })
     }
 
-    /// Takes one chunk over; says whether the message is whole.
-    fn take_chunk(&self, assembly: &mut Assembly, frame: &Frame) -> Result<bool, LinkError> {
+    /// Takes one chunk or tensor over; says whether the message is whole.
+    fn take_piece(&self, assembly: &mut Assembly, frame: &Frame) -> Result<bool, LinkError> {
         if (frame.message_bytes, frame.header_bytes as usize)
             != (assembly.message_bytes, assembly.header_bytes)
         {
@@ -152,6 +161,9 @@ impl Connection {
             ));
         }
         match &mut assembly.parts {
+            None if frame.kind == FrameKind::Placed => {
+                Err(LinkError::frame("a tensor in the heap before the header of its message"))
+            }
             None => {
                 let start = assembly.header.len();
                 // Grows by what arrives, whatever was announced.
@@ -163,20 +175,62 @@ impl Connection {
                     return Ok(false);
                 }
                 let parts = self.prepare_parts(assembly)?;
-                let whole = parts.at == parts.buffers.len();
+                let whole = parts.next_bytes().is_none();
                 assembly.parts = Some(parts);
                 Ok(whole)
             }
             Some(parts) => {
-                let buffer = &mut parts.buffers[parts.at];
-                let length = self.chunk_length(frame, buffer.len() - parts.filled)?;
-                self.copy_out(frame, &mut buffer[parts.filled..parts.filled + length])?;
-                self.release(frame.slot)?;
-                parts.filled += length;
-                parts.skip_full();
-                Ok(parts.at == parts.buffers.len())
+                if frame.kind == FrameKind::Placed {
+                    self.take_placed(parts, frame)?;
+                } else {
+                    self.take_chunk(parts, frame)?;
+                }
+                parts.skip_empty(&self.pool);
+                Ok(parts.next_bytes().is_none())
             }
         }
+    }
+
+    fn take_chunk(&self, parts: &mut Parts, frame: &Frame) -> Result<(), LinkError> {
+        let (mut buffer, filled) = match parts.filling.take() {
+            Some(filling) => filling,
+            None => {
+                let bytes = parts.next_bytes().unwrap_or(0);
+                let charge = parts.reserved.pop_front();
+                (self.pool.take_charged(bytes, charge), 0)
+            }
+        };
+        let length = self.chunk_length(frame, buffer.len() - filled)?;
+        let end = filled + length;
+        self.copy_out(frame, &mut buffer[filled..end])?;
+        self.release(frame.slot)?;
+        if end == buffer.len() {
+            parts.whole.push(buffer.into());
+        } else {
+            parts.filling = Some((buffer, end));
+        }
+        Ok(())
+    }
+
+    /// Takes a tensor as it lies in the heap.
+    fn take_placed(&self, parts: &mut Parts, frame: &Frame) -> Result<(), LinkError> {
+        let Some(heap) = &self.heap else {
+            return Err(LinkError::frame("a tensor in a heap that the link does not have"));
+        };
+        let wanted = parts.next_bytes().filter(|_| parts.filling.is_none());
+        if wanted != Some(frame.length as usize) {
+            return Err(LinkError::frame(format!(
+                "a tensor of {} bytes where {} were expected",
+                frame.length,
+                wanted.unwrap_or(0)
+            )));
+        }
+        let tensor = heap.tensor((frame.slot, frame.length as usize), &self.speech)?;
+        check(frame, tensor.as_ref())?;
+        self.say(FrameKind::Taken, frame.slot)?;
+        parts.reserved.pop_front();
+        parts.whole.push(tensor.into());
+        Ok(())
     }
 
     /// Checks slot and length. Senders fill each slot as far as what is `left` of a part allows.
@@ -199,7 +253,7 @@ impl Connection {
         Ok(wanted)
     }
 
-    /// Checks a whole header, waits until the budget has room for its parts and takes buffers for them.
+    /// Checks a whole header and waits until the budget has room for its parts.
     fn prepare_parts(&self, assembly: &mut Assembly) -> Result<Parts, LinkError> {
         let from = self.peer.from;
         let header = decode_header(
@@ -212,16 +266,15 @@ impl Connection {
         let weight_bytes = 4 * assembly.header_bytes as u64 + HEADER_OVERHEAD_BYTES;
         self.wait_for_room(weight_bytes + assembly.message_bytes)?;
         let charge = self.budget.charge(weight_bytes);
-        let take = |&bytes: &u64| self.pool.take_charged(bytes as usize, self.budget.charge(bytes));
-        let buffers = header.parts.iter().map(take).collect();
+        let reserved = header.parts.iter().map(|&bytes| self.budget.charge(bytes)).collect();
         let mut parts = Parts {
             header,
-            buffers,
             charge,
-            at: 0,
-            filled: 0,
+            whole: Vec::new(),
+            reserved,
+            filling: None,
         };
-        parts.skip_full();
+        parts.skip_empty(&self.pool);
         Ok(parts)
     }
 
@@ -254,42 +307,33 @@ impl Connection {
     /// Copies a chunk out of its slot and checks the copy, which the peer cannot change any more.
     fn copy_out(&self, frame: &Frame, into: &mut [u8]) -> Result<(), LinkError> {
         self.ring.read(frame.slot, into);
-        let Some(announced) = frame.checksum else {
-            return Ok(());
-        };
-        let actual = checksum(into);
-        if actual != announced {
-            return Err(LinkError::Checksum {
-                sequence: frame.sequence,
-                slot: frame.slot,
-                announced,
-                actual,
-            });
-        }
-        Ok(())
+        check(frame, into)
     }
 
     fn release(&self, slot: u32) -> Result<(), LinkError> {
-        let frame = Frame {
-            slot,
-            ..Frame::new(FrameKind::Release)
-        }
-        .encode();
-        let mut bytes = &frame[..];
-        while !bytes.is_empty() {
-            match rustix::net::send(&*self.socket, bytes, SendFlags::NOSIGNAL) {
-                Ok(count) => bytes = &bytes[count..],
-                Err(Errno::INTR) => {}
-                // Its last messages may still lie in the ring; the end of the frames will tell.
-                Err(Errno::PIPE | Errno::CONNRESET) => return Ok(()),
-                Err(source) => {
-                    return Err(LinkError::System {
-                        what: "give a slot back",
-                        source,
-                    });
-                }
-            }
-        }
-        Ok(())
+        self.say(FrameKind::Release, slot)
     }
+
+    fn say(&self, kind: FrameKind, slot: u32) -> Result<(), LinkError> {
+        self.speech
+            .say(kind, slot)
+            .map_err(LinkError::system("give a slot back"))
+    }
+}
+
+/// Compares bytes with the checksum that was announced for them.
+fn check(frame: &Frame, bytes: &[u8]) -> Result<(), LinkError> {
+    let Some(announced) = frame.checksum else {
+        return Ok(());
+    };
+    let actual = checksum(bytes);
+    if actual != announced {
+        return Err(LinkError::Checksum {
+            sequence: frame.sequence,
+            slot: frame.slot,
+            announced,
+            actual,
+        });
+    }
+    Ok(())
 }

@@ -45,8 +45,16 @@ pub enum LinkError {
         /// Bytes of each.
         slot_bytes: u32,
     },
+    /// The options ask for a heap that is not allowed.
+    #[error("a heap of {bytes} bytes is not allowed; use at most {limit_bytes}")]
+    HeapSize {
+        /// Its size.
+        bytes: u64,
+        /// The limit of this end.
+        limit_bytes: u64,
+    },
     /// A descriptor is no ring: not a memfd, not sealed or of another size.
-    #[error("the descriptor passed with the hello is no ring: {reason}")]
+    #[error("a descriptor passed with the hello is no ring and no heap: {reason}")]
     Ring {
         /// What is wrong.
         reason: String,
@@ -103,7 +111,7 @@ pub enum LinkError {
     },
     /// The bytes of a slot are not those that were sent.
     #[error(
-        "chunk {sequence} in slot {slot} is damaged: its checksum is {actual:016x} instead of {announced:016x}"
+        "chunk {sequence} at slot or page {slot} is damaged: its checksum is {actual:016x} instead of {announced:016x}"
     )]
     Checksum {
         /// Number of the chunk on its connection.

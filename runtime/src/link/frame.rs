@@ -6,8 +6,8 @@
 //! | 4..6 | version |
 //! | 6 | kind |
 //! | 7 | flags: bit 0 says that the checksum of the payload counts |
-//! | 8..12 | slot |
-//! | 12..16 | bytes in the slot, or of the text that follows the frame |
+//! | 8..12 | slot, or first page of an extent of the heap |
+//! | 12..16 | bytes in the slot or extent, or of the text that follows the frame |
 //! | 16..24 | sequence number of the chunk on its connection |
 //! | 24..32 | bytes of the whole message: header and parts |
 //! | 32..36 | bytes of the message's header |
@@ -26,13 +26,13 @@ use super::error::LinkError;
 /// Bytes of a frame.
 pub(super) const FRAME_BYTES: usize = 48;
 const MAGIC: [u8; 4] = *b"EGLB";
-const VERSION: u16 = 1;
+const VERSION: u16 = 2;
 const FLAG_CHECKED: u8 = 1;
 
 /// What a frame says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FrameKind {
-    /// Sender: who I am, whom I want; the ring's descriptor and `length` bytes of [`super::Hello`] come with it.
+    /// Sender: who I am, whom I want; the descriptors of ring and heap and `length` bytes of [`super::Hello`] come with it.
     Hello = 1,
     /// Receiver: the hello is accepted.
     Welcome = 2,
@@ -44,6 +44,12 @@ pub(super) enum FrameKind {
     Release = 5,
     /// Sender: no more messages; the end of file that follows is no fault.
     Bye = 6,
+    /// Sender: a tensor lies in an extent of the heap.
+    Placed = 7,
+    /// Receiver: I have such a tensor.
+    Taken = 8,
+    /// Receiver: I need such a tensor no more.
+    Returned = 9,
 }
 
 impl FrameKind {
@@ -55,6 +61,9 @@ impl FrameKind {
             Self::Chunk,
             Self::Release,
             Self::Bye,
+            Self::Placed,
+            Self::Taken,
+            Self::Returned,
         ]
         .into_iter()
         .find(|&kind| kind as u8 == byte)
@@ -247,7 +256,7 @@ mod tests {
 
     #[test]
     fn frames_survive_the_wire() {
-        for kind in 1..=6 {
+        for kind in 1..=9 {
             let kind = FrameKind::from_byte(kind).expect("known");
             for checksum in [None, Some(0), Some(u64::MAX)] {
                 let frame = Frame {

@@ -10,14 +10,15 @@ use std::time::Duration;
 use rustix::io::Errno;
 use rustix::net::{SendFlags, Shutdown, SocketFlags};
 
-use super::DEFAULT_MAX_MESSAGE_BYTES;
+use super::{DEFAULT_HEAP_BYTES, DEFAULT_MAX_MESSAGE_BYTES};
 use super::connection::Connection;
 use super::error::LinkError;
 use super::frame::{Frame, FrameKind};
+use super::heap::HeapView;
 use super::message::BulkMessage;
 use super::pool::{Budget, BufferPool};
 use super::ring::ReadRing;
-use super::socket::{self, Endpoint, Hello};
+use super::socket::{self, Endpoint, Hello, Opened, Speech};
 use crate::ids::{Generation, Seat};
 
 /// How long the acceptor rests when the process has no descriptors left; the connection stays in the backlog.
@@ -30,6 +31,8 @@ pub struct ListenerOptions {
     pub max_message_bytes: u64,
     /// Largest ring that a sender may bring.
     pub max_ring_bytes: u64,
+    /// Largest heap that a sender may bring.
+    pub max_heap_bytes: u64,
     /// Bytes of one connection that may be delivered and not yet dropped. One message is always accepted.
     pub held_bytes_per_connection: u64,
     /// Memory that is kept for buffers to come.
@@ -45,6 +48,7 @@ impl Default for ListenerOptions {
         Self {
             max_message_bytes: DEFAULT_MAX_MESSAGE_BYTES,
             max_ring_bytes: 256 << 20,
+            max_heap_bytes: DEFAULT_HEAP_BYTES,
             held_bytes_per_connection: 256 << 20,
             pool_bytes: 512 << 20,
             max_connections: 256,
@@ -162,11 +166,6 @@ impl BulkListener {
             shared,
             acceptor: Some(acceptor),
         })
-    }
-
-    /// The pool from which messages are filled, to give vectors back to.
-    pub fn pool(&self) -> &BufferPool {
-        &self.shared.pool
     }
 
     /// Counters so far.
@@ -323,7 +322,12 @@ fn open(shared: &Shared, id: u64, socket: &Arc<OwnedFd>) -> Result<Connection, (
     let options = &shared.options;
     socket::check_user(&**socket).map_err(early)?;
     socket::limit_waits(&**socket, Some(options.handshake_timeout_ms)).map_err(early)?;
-    let (peer, shape, fd) = socket::receive_hello(&**socket, options.handshake_timeout_ms).map_err(early)?;
+    let Opened {
+        hello: peer,
+        shape,
+        ring,
+        heap,
+    } = socket::receive_hello(&**socket, options.handshake_timeout_ms).map_err(early)?;
     let late = |error| (Some(peer), error);
     if peer.to != shared.here {
         let (wanted, here) = (peer.to.to_string(), shared.here.to_string());
@@ -333,7 +337,12 @@ fn open(shared: &Shared, id: u64, socket: &Arc<OwnedFd>) -> Result<Connection, (
         let (slots, slot_bytes) = (shape.slots(), shape.slot_bytes() as u32);
         return Err(late(LinkError::RingShape { slots, slot_bytes }));
     }
-    let ring = ReadRing::map(fd, shape).map_err(late)?;
+    if let Some(&(_, bytes)) = heap.as_ref().filter(|(_, bytes)| *bytes > options.max_heap_bytes) {
+        let limit_bytes = options.max_heap_bytes;
+        return Err(late(LinkError::HeapSize { bytes, limit_bytes }));
+    }
+    let ring = ReadRing::map(ring, shape).map_err(late)?;
+    let heap = heap.map(|(fd, bytes)| HeapView::map(&fd, bytes)).transpose().map_err(late)?;
     let budget = Budget::new(options.held_bytes_per_connection).map_err(late)?;
     fence(&mut shared.registry(), id, peer.from).map_err(late)?;
     socket::limit_waits(&**socket, None).map_err(late)?;
@@ -343,7 +352,9 @@ fn open(shared: &Shared, id: u64, socket: &Arc<OwnedFd>) -> Result<Connection, (
         .map_err(late)?;
     Ok(Connection {
         socket: Arc::clone(socket),
+        speech: Speech::new(Arc::clone(socket)),
         ring,
+        heap,
         peer,
         pool: shared.pool.clone(),
         budget,

@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use super::MAX_PARTS;
 use super::error::LinkError;
-use super::pool::{Charge, PooledBuffer};
+use super::part::Part;
+use super::pool::Charge;
 use crate::collective::{Phase, ShardMessage};
 use crate::contract::HiddenDtype;
 use crate::digest::Digest;
@@ -161,7 +162,7 @@ impl BulkKind {
     }
 }
 
-/// A message to send. Parts are shared, not copied, until they go into the ring.
+/// A message to send. Parts are shared, not copied, until they go into ring or heap, if they are not there already.
 #[derive(Clone)]
 pub struct BulkOutgoing {
     /// Membership of the group for which it is sent.
@@ -186,13 +187,13 @@ impl fmt::Debug for BulkOutgoing {
 
 /// A message that arrived.
 ///
-/// Its parts weigh in the budget of their connection until they are dropped, so that a consumer that is too slow holds up
-/// the sender instead of filling the memory.
+/// Parts that are not in the sender's heap weigh in the budget of their connection until they are dropped, so that a
+/// consumer that is too slow holds up the sender instead of filling the memory.
 pub struct BulkMessage {
     /// Who sent what.
     pub header: BulkHeader,
     /// The tensors, each as long as the header says.
-    pub parts: Vec<PooledBuffer>,
+    pub parts: Vec<Part>,
     /// The weight of the header.
     #[expect(dead_code, reason = "it counts until it is dropped")]
     pub(super) charge: Charge,
@@ -308,7 +309,7 @@ mod tests {
 
     fn hidden(tokens: usize, states: u16, hidden: u32) -> BulkKind {
         BulkKind::Hidden {
-            row: RowId::HeldOut { lane: 1 },
+            row: RowId::HeldOut { lane: 1, part: 0 },
             lease: 1,
             contract: Digest::of(b"contract"),
             dtype: HiddenDtype::Bf16,

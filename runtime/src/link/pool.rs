@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use bytes::Bytes;
 use rustix::event::EventfdFlags;
 
 use super::error::LinkError;
@@ -42,8 +43,7 @@ impl BufferPool {
         self.buffer(length, None)
     }
 
-    /// Gives a vector to the pool, such as one from [`PooledBuffer::into_vec`].
-    pub fn give_back(&self, bytes: Vec<u8>) {
+    fn give_back(&self, bytes: Vec<u8>) {
         let mut spare = self.spare();
         let resting: usize = spare.iter().map(Vec::len).sum();
         if !bytes.is_empty() && resting + bytes.len() <= self.shared.keep_bytes {
@@ -56,8 +56,8 @@ impl BufferPool {
         self.spare().iter().map(Vec::len).sum()
     }
 
-    pub(super) fn take_charged(&self, length: usize, charge: Charge) -> PooledBuffer {
-        self.buffer(length, Some(charge))
+    pub(super) fn take_charged(&self, length: usize, charge: Option<Charge>) -> PooledBuffer {
+        self.buffer(length, charge)
     }
 
     fn buffer(&self, length: usize, charge: Option<Charge>) -> PooledBuffer {
@@ -107,11 +107,11 @@ pub struct PooledBuffer {
 }
 
 impl PooledBuffer {
-    /// The bytes as a vector, without a copy. The budget of the connection is relieved at once.
-    pub fn into_vec(mut self) -> Vec<u8> {
-        let mut bytes = std::mem::take(&mut self.bytes);
-        bytes.truncate(self.length);
-        bytes
+    /// The bytes, shared without a copy; the last clone returns them to the pool. The budget of the connection is relieved
+    /// at once.
+    pub(super) fn into_bytes(mut self) -> Bytes {
+        self.charge = None;
+        Bytes::from_owner(self)
     }
 }
 
@@ -138,13 +138,6 @@ impl DerefMut for PooledBuffer {
 impl AsRef<[u8]> for PooledBuffer {
     fn as_ref(&self) -> &[u8] {
         self
-    }
-}
-
-impl From<PooledBuffer> for bytes::Bytes {
-    /// Shares the buffer without a copy; the last clone returns it to the pool.
-    fn from(buffer: PooledBuffer) -> Self {
-        bytes::Bytes::from_owner(buffer)
     }
 }
 
@@ -244,10 +237,11 @@ mod tests {
         assert_eq!(pool.resting_bytes(), 900, "old sizes make room");
         drop(pool.take(1001));
         assert!(pool.resting_bytes() <= 1000);
-        let vector = pool.take(500).into_vec();
-        assert_eq!(vector.len(), 500);
-        let place = vector.as_ptr();
-        pool.give_back(vector);
+        let bytes = pool.take(500).into_bytes();
+        let (place, clone) = (bytes.as_ptr(), bytes.clone());
+        drop(bytes);
+        assert_ne!(pool.take(500).as_ptr(), place, "a clone is left");
+        drop(clone);
         assert_eq!(pool.take(500).as_ptr(), place);
     }
 

@@ -112,17 +112,7 @@ pub(super) struct ReadRing {
 impl ReadRing {
     /// Maps a ring that a peer made, after checking that it is sealed and as large as announced.
     pub(super) fn map(fd: OwnedFd, shape: RingShape) -> Result<Self, LinkError> {
-        let ring = |reason: String| LinkError::Ring { reason };
-        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|_| ring("it is no memfd".to_owned()))?;
-        if !seals.contains(SealFlags::SHRINK | SealFlags::GROW) {
-            return Err(ring("it is not sealed against resizing".to_owned()));
-        }
-        let bytes = rustix::fs::fstat(&fd)
-            .map_err(LinkError::system("look at a ring"))?
-            .st_size;
-        if u64::try_from(bytes) != Ok(shape.bytes()) {
-            return Err(ring(format!("it has {bytes} bytes instead of {}", shape.bytes())));
-        }
+        check_sealed(&fd, shape.bytes())?;
         let map = MmapOptions::new()
             .len(shape.bytes() as usize)
             .populate()
@@ -149,7 +139,23 @@ impl ReadRing {
     }
 }
 
-fn map_error(error: std::io::Error) -> LinkError {
+/// Checks that a descriptor is a memfd of `bytes` bytes that nobody can resize.
+pub(super) fn check_sealed(fd: &OwnedFd, bytes: u64) -> Result<(), LinkError> {
+    let wrong = |reason: String| LinkError::Ring { reason };
+    let seals = rustix::fs::fcntl_get_seals(fd).map_err(|_| wrong("it is no memfd".to_owned()))?;
+    if !seals.contains(SealFlags::SHRINK | SealFlags::GROW) {
+        return Err(wrong("it is not sealed against resizing".to_owned()));
+    }
+    let found = rustix::fs::fstat(fd)
+        .map_err(LinkError::system("look at a ring"))?
+        .st_size;
+    if u64::try_from(found) != Ok(bytes) {
+        return Err(wrong(format!("it has {found} bytes instead of {bytes}")));
+    }
+    Ok(())
+}
+
+pub(super) fn map_error(error: std::io::Error) -> LinkError {
     LinkError::System {
         what: "map a ring",
         source: Errno::from_io_error(&error).unwrap_or(Errno::NOMEM),

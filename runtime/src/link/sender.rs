@@ -11,13 +11,17 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 
-use super::DEFAULT_MAX_MESSAGE_BYTES;
-use super::checksum::checksum;
+use super::checksum::{checksum, extend_checksum};
 use super::error::{LinkError, SendError};
 use super::frame::{FRAME_BYTES, Frame, FrameKind, FrameReader, Read};
+use super::heap::{Heap, HeapBuffer};
 use super::message::{BulkOutgoing, Encoded};
 use super::ring::{RingShape, WriteRing};
 use super::socket::{self, Hello};
+use super::{DEFAULT_HEAP_BYTES, DEFAULT_MAX_MESSAGE_BYTES, MIN_PLACED_BYTES};
+
+/// Tensors are copied into the heap so many bytes at a time: their checksum is taken while they are in the caches.
+const PIECE_BYTES: usize = 256 << 10;
 
 /// Limits and sizes of a sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +30,8 @@ pub struct SenderOptions {
     pub slots: u32,
     /// Bytes of each slot, 4096 to [`super::MAX_SLOT_BYTES`].
     pub slot_bytes: u32,
+    /// Largest size of the heap, in bytes; 0 for none. Memory is reserved as it is used.
+    pub heap_bytes: u64,
     /// Most messages in the queue, counting the one that is being copied.
     pub queue_messages: usize,
     /// Most bytes in the queue, counting the message that is being copied. One message is always taken.
@@ -45,6 +51,7 @@ impl Default for SenderOptions {
         Self {
             slots: 8,
             slot_bytes: 1 << 20,
+            heap_bytes: DEFAULT_HEAP_BYTES,
             queue_messages: 64,
             queue_bytes: 256 << 20,
             max_message_bytes: DEFAULT_MAX_MESSAGE_BYTES,
@@ -61,6 +68,7 @@ impl Default for SenderOptions {
 pub struct BulkSender {
     hello: Hello,
     options: SenderOptions,
+    heap: Option<Arc<Heap>>,
     shared: Arc<Shared>,
     writer: Option<JoinHandle<()>>,
 }
@@ -80,7 +88,7 @@ struct Queue {
     /// Messages and bytes of `waiting` and of the message that is being copied.
     held_messages: usize,
     held_bytes: u64,
-    /// Slots that the receiver has not given back.
+    /// Slots that the receiver has not given back, and tensors in the heap that it has not taken.
     slots_out: usize,
     ended: Option<LinkError>,
 }
@@ -126,7 +134,11 @@ impl BulkSender {
         let shape = RingShape::new(options.slots, options.slot_bytes)?;
         let socket = socket::connect(name, options.handshake_timeout_ms)?;
         let ring = WriteRing::create(shape)?;
-        let said = socket::send_hello(&socket, &hello, shape, ring.fd());
+        let heap = match options.heap_bytes {
+            0 => None,
+            bytes => Some(Heap::create(bytes)?),
+        };
+        let said = socket::send_hello(&socket, &hello, (shape, ring.fd()), heap.as_deref());
         let mut reader = FrameReader::new();
         match (said, reader.next(&socket)) {
             // A listener that is full refuses without reading, so the hello may have failed already.
@@ -181,6 +193,8 @@ impl BulkSender {
             socket,
             reader,
             ring,
+            heap: heap.clone(),
+            untaken: 0,
             free: (0..options.slots).rev().collect(),
             out: vec![false; options.slots as usize],
             sequence: 0,
@@ -197,6 +211,7 @@ impl BulkSender {
         Ok(Self {
             hello,
             options,
+            heap,
             shared,
             writer: Some(writer),
         })
@@ -242,6 +257,13 @@ impl BulkSender {
         drop(queue);
         self.shared.ring_bell();
         Ok(())
+    }
+
+    /// Memory of `length` bytes in which a tensor for this link can be made, so that nobody has to copy it; none if it is
+    /// small or the heap has no room for it.
+    pub fn buffer(&self, length: usize) -> Option<HeapBuffer> {
+        let heap = self.heap.as_ref().filter(|_| is_placed(length))?;
+        heap.take(length)
     }
 
     /// Queues a message if there is room now.
@@ -316,6 +338,9 @@ struct Writer {
     socket: OwnedFd,
     reader: FrameReader,
     ring: WriteRing,
+    heap: Option<Arc<Heap>>,
+    /// Tensors in the heap that the receiver has not taken.
+    untaken: usize,
     /// Free slots; the one used last is used next, because it is in the caches.
     free: Vec<u32>,
     /// Whether each slot is with the receiver.
@@ -372,27 +397,10 @@ impl Writer {
     }
 
     fn send(&mut self, message: &Encoded) -> Result<(), LinkError> {
-        let header_bytes = message.header.len() as u32;
-        let slot_bytes = self.ring.shape().slot_bytes();
-        for piece in std::iter::once(&message.header[..]).chain(message.parts.iter().map(|part| &part[..])) {
-            for chunk in piece.chunks(slot_bytes) {
-                let slot = self.take_slot()?;
-                if self.corrupt_nth == Some(self.sequence) {
-                    self.ring.write(slot, &flipped(chunk));
-                } else {
-                    self.ring.write(slot, chunk);
-                }
-                let frame = Frame {
-                    slot,
-                    length: chunk.len() as u32,
-                    sequence: self.sequence,
-                    message_bytes: message.message_bytes,
-                    header_bytes,
-                    checksum: self.checksum.then(|| checksum(chunk)),
-                    ..Frame::new(FrameKind::Chunk)
-                };
-                self.sequence += 1;
-                self.send_frame(&frame.encode())?;
+        self.send_chunks(message, &message.header)?;
+        for part in &message.parts {
+            if !self.place(message, part)? {
+                self.send_chunks(message, part)?;
             }
         }
         let mut queue = self.shared.queue();
@@ -401,6 +409,80 @@ impl Writer {
         drop(queue);
         self.shared.changed.notify_all();
         Ok(())
+    }
+
+    fn send_chunks(&mut self, message: &Encoded, piece: &[u8]) -> Result<(), LinkError> {
+        for chunk in piece.chunks(self.ring.shape().slot_bytes()) {
+            let slot = self.take_slot()?;
+            if self.corrupt_nth == Some(self.sequence) {
+                self.ring.write(slot, &flipped(chunk));
+            } else {
+                self.ring.write(slot, chunk);
+            }
+            let checksum = self.checksum.then(|| checksum(chunk));
+            self.announce(message, FrameKind::Chunk, (slot, chunk.len()), checksum)?;
+        }
+        Ok(())
+    }
+
+    fn announce(
+        &mut self,
+        message: &Encoded,
+        kind: FrameKind,
+        (slot, length): (u32, usize),
+        checksum: Option<u64>,
+    ) -> Result<(), LinkError> {
+        let frame = Frame {
+            slot,
+            length: length as u32,
+            sequence: self.sequence,
+            message_bytes: message.message_bytes,
+            header_bytes: message.header.len() as u32,
+            checksum,
+            ..Frame::new(kind)
+        };
+        self.sequence += 1;
+        self.send_frame(&frame.encode())
+    }
+
+    /// Sends a part by way of the heap: as it lies there, or after a copy. Says whether it could.
+    fn place(&mut self, message: &Encoded, part: &[u8]) -> Result<bool, LinkError> {
+        let Some(heap) = self.heap.clone().filter(|_| is_placed(part.len())) else {
+            return Ok(false);
+        };
+        let corrupt = self.corrupt_nth == Some(self.sequence);
+        let lent = if corrupt { None } else { heap.lend(part) };
+        let (place, sum) = match lent {
+            Some(place) => (place, self.checksum.then(|| checksum(part))),
+            None => {
+                // What has come back makes room.
+                self.take_frames()?;
+                let Some(mut buffer) = heap.take(part.len()) else {
+                    return Ok(false);
+                };
+                let mut sum = 0;
+                for (into, from) in buffer.chunks_mut(PIECE_BYTES).zip(part.chunks(PIECE_BYTES)) {
+                    if self.closing() {
+                        return Err(LinkError::Closed);
+                    }
+                    into.copy_from_slice(from);
+                    if self.checksum {
+                        sum = extend_checksum(sum, from);
+                    }
+                }
+                if corrupt {
+                    buffer[part.len() / 2] ^= 1;
+                }
+                let Some(place) = heap.lend(&buffer) else {
+                    return Ok(false);
+                };
+                (place, self.checksum.then_some(sum))
+            }
+        };
+        self.untaken += 1;
+        self.shared.queue().slots_out += 1;
+        self.announce(message, FrameKind::Placed, (place, part.len()), sum)?;
+        Ok(true)
     }
 
     fn take_slot(&mut self) -> Result<u32, LinkError> {
@@ -487,6 +569,29 @@ impl Writer {
                     released += 1;
                 }
                 Ok(Read::Got(Frame {
+                    kind: FrameKind::Taken,
+                    ..
+                })) => {
+                    if self.untaken == 0 {
+                        break Err(LinkError::frame("a tensor is taken that was not sent"));
+                    }
+                    self.untaken -= 1;
+                    released += 1;
+                }
+                Ok(Read::Got(Frame {
+                    kind: FrameKind::Returned,
+                    slot,
+                    ..
+                })) => {
+                    let returned = match &self.heap {
+                        Some(heap) => heap.returned(slot),
+                        None => Err(LinkError::frame("an extent comes back of no heap")),
+                    };
+                    if let Err(error) = returned {
+                        break Err(error);
+                    }
+                }
+                Ok(Read::Got(Frame {
                     kind: FrameKind::Refuse,
                     length,
                     ..
@@ -502,7 +607,7 @@ impl Writer {
                     )));
                 }
                 Ok(Read::NotYet) => break Ok(()),
-                Ok(Read::End) if self.free.len() == self.out.len() => {
+                Ok(Read::End) if self.free.len() == self.out.len() && self.untaken == 0 => {
                     break Err(LinkError::PeerLost {
                         place: "with nothing under way",
                     });
@@ -521,6 +626,11 @@ impl Writer {
         }
         result
     }
+}
+
+/// Whether a tensor goes through the heap, if there is room.
+fn is_placed(length: usize) -> bool {
+    length >= MIN_PLACED_BYTES && u32::try_from(length).is_ok()
 }
 
 /// A chunk with one bit in its middle flipped.

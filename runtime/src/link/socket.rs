@@ -4,6 +4,7 @@ use std::fmt;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -16,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::LinkError;
 use super::frame::{FRAME_BYTES, Frame, FrameKind};
+use super::heap::Heap;
 use super::ring::RingShape;
 use crate::ids::{Epoch, Generation, Seat};
 use crate::wire;
@@ -60,6 +62,17 @@ struct Opening {
     hello: Hello,
     slots: u32,
     slot_bytes: u32,
+    /// 0 if there is no heap.
+    heap_bytes: u64,
+}
+
+/// What comes with a hello.
+pub(super) struct Opened {
+    pub(super) hello: Hello,
+    pub(super) shape: RingShape,
+    pub(super) ring: OwnedFd,
+    /// A heap and its size.
+    pub(super) heap: Option<(OwnedFd, u64)>,
 }
 
 fn address(name: &str) -> Result<SocketAddrUnix, LinkError> {
@@ -141,17 +154,18 @@ pub(super) fn check_user(socket: impl AsFd) -> Result<(), LinkError> {
     }
 }
 
-/// Sends the hello and the ring's descriptor.
+/// Sends the hello and the descriptors of the ring and of the heap, if there is one.
 pub(super) fn send_hello(
     socket: impl AsFd,
     hello: &Hello,
-    shape: RingShape,
-    ring: BorrowedFd<'_>,
+    (shape, ring): (RingShape, BorrowedFd<'_>),
+    heap: Option<&Heap>,
 ) -> Result<(), LinkError> {
     let opening = Opening {
         hello: *hello,
         slots: shape.slots(),
         slot_bytes: shape.slot_bytes() as u32,
+        heap_bytes: heap.map_or(0, Heap::bytes),
     };
     let body = wire::encode(&opening).map_err(|error| LinkError::Header {
         reason: error.to_string(),
@@ -161,11 +175,11 @@ pub(super) fn send_hello(
         ..Frame::new(FrameKind::Hello)
     }
     .encode();
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    let descriptors = [ring];
+    let descriptors: Vec<BorrowedFd<'_>> = std::iter::once(ring).chain(heap.map(Heap::fd)).collect();
     let fits = control.push(SendAncillaryMessage::ScmRights(&descriptors));
-    debug_assert!(fits, "the space is made for one descriptor");
+    debug_assert!(fits, "the space is made for two descriptors");
     let slices = [IoSlice::new(&frame), IoSlice::new(&body)];
     let sent = loop {
         match rustix::net::sendmsg(&socket, &slices, &mut control, SendFlags::NOSIGNAL) {
@@ -187,13 +201,10 @@ pub(super) fn send_hello(
     Ok(())
 }
 
-/// Receives a hello and the descriptor that must come with it.
-pub(super) fn receive_hello(
-    socket: impl AsFd,
-    timeout_ms: u64,
-) -> Result<(Hello, RingShape, OwnedFd), LinkError> {
+/// Receives a hello and the descriptors that must come with it.
+pub(super) fn receive_hello(socket: impl AsFd, timeout_ms: u64) -> Result<Opened, LinkError> {
     let mut bytes = [0; FRAME_BYTES];
-    let (count, mut descriptors) = receive_with_descriptors(&socket, &mut bytes, timeout_ms)?;
+    let (count, descriptors) = receive_with_descriptors(&socket, &mut bytes, timeout_ms)?;
     receive_exactly(&socket, &mut bytes[count..], timeout_ms)?;
     let frame = Frame::decode(&bytes)?;
     if frame.kind != FrameKind::Hello {
@@ -213,14 +224,18 @@ pub(super) fn receive_hello(
     let opening: Opening = wire::decode(&body[..length]).map_err(|error| LinkError::Header {
         reason: error.to_string(),
     })?;
-    match (descriptors.pop(), descriptors.is_empty()) {
-        (Some(ring), true) => Ok((
-            opening.hello,
-            RingShape::new(opening.slots, opening.slot_bytes)?,
+    let wanted = 1 + usize::from(opening.heap_bytes > 0);
+    let found = descriptors.len();
+    let mut descriptors = descriptors.into_iter().take(wanted);
+    match descriptors.next().filter(|_| found == wanted) {
+        Some(ring) => Ok(Opened {
+            hello: opening.hello,
+            shape: RingShape::new(opening.slots, opening.slot_bytes)?,
             ring,
-        )),
-        _ => Err(LinkError::Ring {
-            reason: "exactly one descriptor must come with a hello".to_owned(),
+            heap: descriptors.next().map(|heap| (heap, opening.heap_bytes)),
+        }),
+        None => Err(LinkError::Ring {
+            reason: format!("{found} descriptors came with the hello instead of {wanted}"),
         }),
     }
 }
@@ -231,7 +246,7 @@ fn receive_with_descriptors(
     timeout_ms: u64,
 ) -> Result<(usize, Vec<OwnedFd>), LinkError> {
     // Room for one too many, to notice it; the system closes what does not fit.
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let received = loop {
         let mut slices = [IoSliceMut::new(bytes)];
@@ -283,6 +298,46 @@ fn silence(error: Errno, timeout_ms: u64) -> LinkError {
             what: "receive a hello",
             source,
         },
+    }
+}
+
+/// The receiver's side of a socket: what it says comes from the thread that reads and from whoever drops a tensor.
+pub(super) struct Speech {
+    socket: Arc<OwnedFd>,
+    /// Held while a frame is written, so that frames do not mix.
+    turn: Mutex<()>,
+}
+
+impl Speech {
+    pub(super) fn new(socket: Arc<OwnedFd>) -> Arc<Self> {
+        Arc::new(Self {
+            socket,
+            turn: Mutex::new(()),
+        })
+    }
+
+    /// Says something of a slot or of an extent.
+    ///
+    /// # Errors
+    /// If the socket fails; that the peer is gone is no error here.
+    pub(super) fn say(&self, kind: FrameKind, slot: u32) -> Result<(), Errno> {
+        let frame = Frame {
+            slot,
+            ..Frame::new(kind)
+        }
+        .encode();
+        let mut bytes = &frame[..];
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        while !bytes.is_empty() {
+            match rustix::net::send(&*self.socket, bytes, SendFlags::NOSIGNAL) {
+                Ok(count) => bytes = &bytes[count..],
+                Err(Errno::INTR) => {}
+                // Its last messages may still lie in the ring; the end of the frames will tell.
+                Err(Errno::PIPE | Errno::CONNRESET) => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 }
 

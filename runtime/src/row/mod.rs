@@ -2,6 +2,7 @@
 
 mod parts;
 
+use bytes::Bytes;
 use half::bf16;
 use serde::{Deserialize, Serialize};
 
@@ -65,8 +66,10 @@ impl PackedRow {
 
 /// Captured hidden states of a row, `[tokens, states, hidden]` row-major: the aux layers' inputs in ascending order,
 /// then the last hidden state before the final norm (the layout of speculators' `hidden_states`).
+///
+/// Whoever only reads them shares their bytes; whoever makes them writes into a vector, or into the memory of a link.
 #[derive(Clone, Debug, PartialEq)]
-pub struct HiddenStates {
+pub struct HiddenStates<B = Bytes> {
     /// Element type of `bytes`.
     pub dtype: HiddenDtype,
     /// Captured states per token.
@@ -74,10 +77,10 @@ pub struct HiddenStates {
     /// Width of one state.
     pub hidden: usize,
     /// Little-endian elements.
-    pub bytes: Vec<u8>,
+    pub bytes: B,
 }
 
-impl HiddenStates {
+impl HiddenStates<Vec<u8>> {
     /// All zeros.
     pub fn zeros(dtype: HiddenDtype, tokens: usize, states: usize, hidden: usize) -> Self {
         Self {
@@ -88,33 +91,47 @@ impl HiddenStates {
         }
     }
 
-    /// Number of tokens.
-    pub fn tokens(&self) -> usize {
-        self.bytes.len() / (self.states * self.hidden * self.dtype.bytes()).max(1)
-    }
+}
 
+impl<B: Into<Bytes>> HiddenStates<B> {
+    /// The same states, to be shared.
+    pub fn share(self) -> HiddenStates {
+        HiddenStates {
+            dtype: self.dtype,
+            states: self.states,
+            hidden: self.hidden,
+            bytes: self.bytes.into(),
+        }
+    }
+}
+
+impl HiddenStates {
+    /// The states of some tokens, shared.
+    pub fn of_tokens(&self, tokens: std::ops::Range<usize>) -> Self {
+        let token_bytes = self.states * self.hidden * self.dtype.bytes();
+        Self {
+            bytes: self.bytes.slice(tokens.start * token_bytes..tokens.end * token_bytes),
+            ..*self
+        }
+    }
+}
+
+impl<B> HiddenStates<B> {
     fn range(&self, token: usize, state: usize) -> std::ops::Range<usize> {
         let start = (token * self.states + state) * self.hidden * self.dtype.bytes();
         start..start + self.hidden * self.dtype.bytes()
     }
+}
 
-    /// Writes one state of one token, rounding to the element type.
-    pub fn set(&mut self, token: usize, state: usize, values: &[f32]) {
-        let range = self.range(token, state);
-        let bytes = &mut self.bytes[range];
-        match self.dtype {
-            HiddenDtype::F32 => bytes.copy_from_slice(bytemuck::cast_slice(values)),
-            HiddenDtype::Bf16 => {
-                for (out, &value) in bytes.chunks_exact_mut(2).zip(values) {
-                    out.copy_from_slice(&bf16::from_f32(value).to_le_bytes());
-                }
-            }
-        }
+impl<B: AsRef<[u8]>> HiddenStates<B> {
+    /// Number of tokens.
+    pub fn tokens(&self) -> usize {
+        self.bytes.as_ref().len() / (self.states * self.hidden * self.dtype.bytes()).max(1)
     }
 
     /// Reads one state of one token into `out`, which is `hidden` long.
     pub fn read(&self, token: usize, state: usize, out: &mut [f32]) {
-        let bytes = &self.bytes[self.range(token, state)];
+        let bytes = &self.bytes.as_ref()[self.range(token, state)];
         match self.dtype {
             HiddenDtype::F32 => {
                 for (out, chunk) in out.iter_mut().zip(bytes.chunks_exact(4)) {
@@ -124,6 +141,22 @@ impl HiddenStates {
             HiddenDtype::Bf16 => {
                 for (out, chunk) in out.iter_mut().zip(bytes.chunks_exact(2)) {
                     *out = bf16::from_le_bytes([chunk[0], chunk[1]]).to_f32();
+                }
+            }
+        }
+    }
+}
+
+impl<B: AsMut<[u8]>> HiddenStates<B> {
+    /// Writes one state of one token, rounding to the element type.
+    pub fn set(&mut self, token: usize, state: usize, values: &[f32]) {
+        let range = self.range(token, state);
+        let bytes = &mut self.bytes.as_mut()[range];
+        match self.dtype {
+            HiddenDtype::F32 => bytes.copy_from_slice(bytemuck::cast_slice(values)),
+            HiddenDtype::Bf16 => {
+                for (out, &value) in bytes.chunks_exact_mut(2).zip(values) {
+                    out.copy_from_slice(&bf16::from_f32(value).to_le_bytes());
                 }
             }
         }
@@ -142,30 +175,25 @@ pub struct HiddenRow {
 impl HiddenRow {
     /// The same documents in rows of at most `tokens`, in order; a longer document has a row of its own.
     pub fn split(&self, tokens: usize) -> Vec<Self> {
-        let token_bytes = self.hidden.states * self.hidden.hidden * self.hidden.dtype.bytes();
-        let mut rows: Vec<Self> = Vec::new();
+        let mut rows: Vec<(std::ops::Range<usize>, PackedRow)> = Vec::new();
         for range in self.row.documents() {
-            if rows.last().is_none_or(|row| row.row.len() + range.len() > tokens) {
-                let hidden = HiddenStates {
-                    bytes: Vec::new(),
-                    ..self.hidden
-                };
-                rows.push(Self {
-                    row: PackedRow::default(),
-                    hidden,
-                });
+            if rows.last().is_none_or(|(_, row)| row.len() + range.len() > tokens) {
+                rows.push((range.start..range.start, PackedRow::default()));
             }
-            if let Some(row) = rows.last_mut() {
-                row.row.tokens.extend_from_slice(&self.row.tokens[range.clone()]);
-                row.row
-                    .loss_mask
+            if let Some((covered, row)) = rows.last_mut() {
+                covered.end = range.end;
+                row.tokens.extend_from_slice(&self.row.tokens[range.clone()]);
+                row.loss_mask
                     .extend_from_slice(&self.row.loss_mask[range.clone()]);
-                row.row.document_lengths.push(range.len() as u32);
-                let bytes = range.start * token_bytes..range.end * token_bytes;
-                row.hidden.bytes.extend_from_slice(&self.hidden.bytes[bytes]);
+                row.document_lengths.push(range.len() as u32);
             }
         }
-        rows
+        rows.into_iter()
+            .map(|(range, row)| Self {
+                row,
+                hidden: self.hidden.of_tokens(range),
+            })
+            .collect()
     }
 }
 
@@ -191,6 +219,7 @@ mod tests {
                 hidden.set(token, state, &[token as f32, state as f32, 1.0]);
             }
         }
+        let hidden = hidden.share();
         let whole = HiddenRow { row, hidden };
         let parts = whole.split(8);
         let lengths: Vec<_> = parts

@@ -121,7 +121,7 @@ impl RowParts {
                 dtype,
                 states,
                 hidden: width,
-                bytes,
+                bytes: bytes.into(),
             },
         })
     }
@@ -151,7 +151,7 @@ mod tests {
                 hidden.set(token, state - range.start, &[token as f32, state as f32]);
             }
         }
-        hidden
+        hidden.share()
     }
 
     /// PARTS-1, in every order, each of them twice.
@@ -196,7 +196,7 @@ mod tests {
             refused(&mut parts, &content(4), 3, states(4, 3..4)),
             PartError::Content { first: 3, last: 3 }
         );
-        let wide = HiddenStates::zeros(HiddenDtype::Bf16, 3, 1, 5);
+        let wide = HiddenStates::zeros(HiddenDtype::Bf16, 3, 1, 5).share();
         assert_eq!(
             refused(&mut parts, &content(3), 3, wide),
             PartError::Cut { first: 3, last: 3 }

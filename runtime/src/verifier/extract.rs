@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::path::Path;
 
+use bytes::Bytes;
 use half::bf16;
 
 use super::activations::Activations;
@@ -180,11 +181,55 @@ impl<D: Device> Verifier<D> {
         dtype: HiddenDtype,
         peers: &mut impl Peers,
     ) -> Result<HiddenStates, VerifierError> {
+        let mut bytes = vec![0; self.captured_bytes(row.len(), dtype)];
+        self.extract_into(row, dtype, peers, Some(&mut bytes))?;
+        Ok(self.states_in(bytes.into(), dtype))
+    }
+
+    /// Bytes of the states that this shard captures of so many tokens.
+    pub fn captured_bytes(&self, tokens: usize, dtype: HiddenDtype) -> usize {
+        tokens * self.captured().len() * self.hidden_size() * dtype.bytes()
+    }
+
+    /// Bytes that [`Self::extract_into`] has filled, as what they are.
+    pub fn states_in(&self, bytes: Bytes, dtype: HiddenDtype) -> HiddenStates {
+        HiddenStates {
+            dtype,
+            states: self.captured().len(),
+            hidden: self.hidden_size(),
+            bytes,
+        }
+    }
+
+    /// As [`Self::extract`], into memory of [`Self::captured_bytes`]; without it, for a shard whose states another one
+    /// sends, nothing is kept.
+    ///
+    /// # Errors
+    /// As [`Self::extract`].
+    ///
+    /// # Panics
+    /// If the memory has another length.
+    pub fn extract_into(
+        &mut self,
+        row: &PackedRow,
+        dtype: HiddenDtype,
+        peers: &mut impl Peers,
+        out: Option<&mut [u8]>,
+    ) -> Result<(), VerifierError> {
         let (hidden, own) = (self.hidden_size(), self.captured());
-        let mut captured = HiddenStates::zeros(dtype, row.len(), own.len(), hidden);
+        if let Some(out) = &out {
+            assert_eq!(out.len(), self.captured_bytes(row.len(), dtype));
+        }
+        let mut captured = out.map(|bytes| HiddenStates {
+            dtype,
+            states: own.len(),
+            hidden,
+            bytes,
+        });
         let last = self.config().layers as u32;
         let slots: Vec<u32> = self.aux_layers.iter().copied().chain([last]).collect();
         self.run(row, dtype, peers, |layer, residual| {
+            let Some(captured) = &mut captured else { return };
             for (state, slot) in own.clone().enumerate() {
                 if slots[slot] != layer {
                     continue;
@@ -193,8 +238,7 @@ impl<D: Device> Verifier<D> {
                     captured.set(token, state, values);
                 }
             }
-        })?;
-        Ok(captured)
+        })
     }
 
     /// The residual stream of a row entering each layer of this shard, each `[tokens, H]`, and leaving the last layer of all.

@@ -228,7 +228,7 @@ fn captured_states_are_the_inputs_of_the_aux_layers_and_the_last_output() {
                 expected.set(token, state, values);
             }
         }
-        expected
+        expected.share()
     };
     for dtype in [HiddenDtype::F32, HiddenDtype::Bf16] {
         assert!(

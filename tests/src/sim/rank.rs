@@ -229,6 +229,7 @@ impl World {
             rss_bytes: 0,
             busy_ms: 0,
             waiting_ms: 0,
+            idle_ms: 0,
         };
         rank.beats += 1;
         self.clock.after(BEAT_MS, What::Beat(id));

@@ -9,7 +9,7 @@ use std::collections::btree_map::Entry;
 use eaglet_runtime::contract::Contract;
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{RowId, Step};
-use eaglet_runtime::link::{BulkKind, BulkMessage};
+use eaglet_runtime::link::{BulkKind, BulkMessage, Part};
 use eaglet_runtime::row::{HiddenRow, HiddenStates, RowParts};
 
 use super::is_ahead;
@@ -73,7 +73,7 @@ impl Rows {
             .parts
             .into_iter()
             .next()
-            .map(|part| part.into_vec())
+            .map(Part::into_bytes)
             .unwrap_or_default();
         let hidden = HiddenStates {
             dtype,

@@ -6,7 +6,7 @@ use eaglet_runtime::collective::{Phase as Half, SeatOrderedReduce};
 use eaglet_runtime::control::{Activity, LaneMetrics, RankEvent};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{RowId, Step};
-use eaglet_runtime::link::{BulkKind, BulkMessage};
+use eaglet_runtime::link::{BulkKind, BulkMessage, Part};
 
 use super::{DraftWorker, Progress, RankFault, is_ahead, not_loaded};
 use crate::faults::{self, Damage, Point};
@@ -39,7 +39,8 @@ pub(super) enum Phase {
 impl Phase {
     pub(super) fn activity(&self) -> Activity {
         match self {
-            Self::Idle | Self::Staged { .. } => Activity::Idle,
+            Self::Idle => Activity::Idle,
+            Self::Staged { .. } => Activity::AwaitingCommit,
             Self::Computing { .. } => Activity::Computing,
             Self::Reducing { .. } => Activity::Reducing,
         }
@@ -201,7 +202,7 @@ impl DraftWorker {
             .parts
             .into_iter()
             .next()
-            .map(|part| part.into_vec())
+            .map(Part::into_bytes)
             .unwrap_or_default();
         let outgoing = reduce
             .receive(message.header.from.index, phase, segment, bytes)

@@ -6,7 +6,7 @@ use std::time::Duration;
 use eaglet_runtime::control::{Member, RankEvent};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, RowId, Seat};
-use eaglet_runtime::link::{BulkKind, BulkOutgoing, BulkSender, Endpoint, SendError};
+use eaglet_runtime::link::{BulkKind, BulkOutgoing, BulkSender, Endpoint, HeapBuffer, SendError};
 use eaglet_runtime::row::{HiddenStates, PackedRow};
 
 use crate::rank::peer_links::dial;
@@ -69,7 +69,7 @@ impl Couriers {
                 hidden: hidden.hidden as u32,
                 packed: content,
             },
-            parts: vec![hidden.bytes.into()],
+            parts: vec![hidden.bytes],
         };
         let mut sent = self.send(context, destination, message.clone());
         if let Err(Unsent::Broken(reason)) = &sent {
@@ -96,6 +96,18 @@ impl Couriers {
                 "the {row} cannot be sent: {reason}; lower training.tokens_per_row or samples.held_out_rows"
             ))),
         }
+    }
+
+    /// Memory of `length` bytes on the way to a draft replica, in which states can be captured so that nobody has to copy
+    /// them; none if there is no link, or no room.
+    pub(super) fn buffer(
+        &mut self,
+        context: &Context,
+        destination: &Member,
+        length: usize,
+    ) -> Option<HeapBuffer> {
+        // Why there is no link is told when the row is sent.
+        self.link_to(context, destination).ok()?.buffer(length)
     }
 
     fn send(&mut self, context: &Context, destination: &Member, message: BulkOutgoing) -> Result<(), Unsent> {

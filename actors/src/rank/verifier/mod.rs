@@ -11,20 +11,22 @@ mod team;
 
 use std::collections::BTreeMap;
 
+use bytes::Bytes;
+
 use eaglet_runtime::collective::ShardPeers;
 use eaglet_runtime::control::{
     Activity, CoordinatorCommand, Extraction, HeldOutRequest, Member, RankEvent, Turn,
 };
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, RowId, Step, Unit};
-use eaglet_runtime::link::BulkEvent;
-use eaglet_runtime::row::{HiddenStates, PackedRow, Sample};
+use eaglet_runtime::link::{BulkEvent, HeapBuffer};
+use eaglet_runtime::row::{PackedRow, Sample};
 use eaglet_runtime::verifier::{Interrupted, Peers, Shard, Verifier, VerifierError, VerifierOptions};
 
 use self::couriers::{Captured, Couriers};
 pub(super) use self::stored::StoredWorker;
 use self::team::{Talk, Team};
-use super::{Context, Inbox, Input, Progress, RankFault, Worker, link_options};
+use super::{Context, Inbox, Input, Progress, RankFault, Worker, shard_link_options};
 use crate::faults::{self, Point};
 use crate::recipe;
 
@@ -110,7 +112,7 @@ impl VerifierWorker {
         faults::reach(Point::Form, None)?;
         match self
             .team
-            .join(self.context.endpoint(), epoch, members, link_options)
+            .join(self.context.endpoint(), epoch, members, shard_link_options)
         {
             Ok(()) => {}
             Err(unreached) if unreached.is_of_peer() => {
@@ -220,9 +222,11 @@ impl VerifierWorker {
         self.context.activity.restart(Activity::Extracting);
         faults::reach(Point::Extract, row.step()).map_err(RankFault::from)?;
         let dtype = self.context.config.verifier.hidden_dtype;
+        let mut memory = self.memory(lease, content.len(), &destination)?;
         let (verifier, mut peers, _) = self.together(number, row.step(), Activity::Extracting, inbox)?;
-        match verifier.extract(&content, dtype, &mut peers) {
-            Ok(hidden) => self.hand_over((row, lease), content, hidden, &destination)?,
+        let out = memory.as_mut().map(Memory::as_mut);
+        match verifier.extract_into(&content, dtype, &mut peers, out) {
+            Ok(()) => self.hand_over((row, lease), content, memory, &destination)?,
             Err(VerifierError::NonFinite { document, layer }) => {
                 let reason = format!("its hidden states are not finite from layer {layer} on");
                 self.refuse(row, lease, units.get(document).copied(), reason);
@@ -253,8 +257,9 @@ impl VerifierWorker {
                 .generate(&prompts, max_new_tokens, stop_ids, &mut peers)
                 .and_then(|answers| {
                     let content = packed(&prompts, answers);
-                    let hidden = verifier.extract(&content, dtype, &mut peers)?;
-                    Ok((content, hidden))
+                    let mut memory = Memory::Own(vec![0; verifier.captured_bytes(content.len(), dtype)]);
+                    verifier.extract_into(&content, dtype, &mut peers, Some(memory.as_mut()))?;
+                    Ok((content, memory))
                 });
             let (found, extracted) = match extracted {
                 Ok(extracted) => (None, Some(extracted)),
@@ -263,8 +268,8 @@ impl VerifierWorker {
             };
             // What one stage has found the others may not have seen; all leave the same prompt out.
             match (agree(shard, found, &mut peers)?, extracted) {
-                (None, Some((content, hidden))) => {
-                    return Ok(self.hand_over((row, lease), content, hidden, &destination)?);
+                (None, Some((content, memory))) => {
+                    return Ok(self.hand_over((row, lease), content, Some(memory), &destination)?);
                 }
                 (Some(prompt), _) if prompt < prompts.len() => {
                     tracing::warn!(%row, prompt, "a held-out prompt has states that are not finite");
@@ -316,12 +321,31 @@ impl VerifierWorker {
         Ok((verifier, ShardPeers::new(*shard, talk), stop_ids))
     }
 
+    /// All slices of a stage hold the same states; they take turns to send them.
+    fn sends(&self, lease: u64) -> bool {
+        lease % u64::from(self.shard.slices) == u64::from(self.shard.slice)
+    }
+
+    /// Where the states of a row are captured, if this shard sends them: on the link that they go over, if it has room.
+    fn memory(&mut self, lease: u64, tokens: usize, to: &Member) -> Result<Option<Memory>, RankFault> {
+        if !self.sends(lease) {
+            return Ok(None);
+        }
+        let dtype = self.context.config.verifier.hidden_dtype;
+        let loaded = self.loaded.as_ref().ok_or_else(not_loaded)?;
+        let bytes = loaded.verifier.captured_bytes(tokens, dtype);
+        let on_link = self.couriers.buffer(&self.context, to, bytes);
+        Ok(Some(
+            on_link.map_or_else(|| Memory::Own(vec![0; bytes]), Memory::OnLink),
+        ))
+    }
+
     /// Sends the states that this shard has captured, if it is the slice of its stage whose turn that is.
     fn hand_over(
         &mut self,
         (row, lease): (RowId, u64),
         content: PackedRow,
-        hidden: HiddenStates,
+        memory: Option<Memory>,
         destination: &Member,
     ) -> Result<(), RankFault> {
         let tokens = content.len() as u64;
@@ -329,14 +353,13 @@ impl VerifierWorker {
         faults::reach(Point::Transfer, row.step())?;
         let loaded = self.loaded.as_ref().ok_or_else(not_loaded)?;
         let states = loaded.verifier.captured();
-        // All slices of a stage hold the same states; they take turns.
-        let sends = lease % u64::from(self.shard.slices) == u64::from(self.shard.slice);
-        if sends && !states.is_empty() {
+        if let Some(memory) = memory.filter(|_| self.sends(lease) && !states.is_empty()) {
+            let dtype = self.context.config.verifier.hidden_dtype;
             let captured = Captured {
                 contract: loaded.contract,
                 first_state: states.start,
                 content,
-                hidden,
+                hidden: loaded.verifier.states_in(memory.into(), dtype),
             };
             if !self
                 .couriers
@@ -348,6 +371,31 @@ impl VerifierWorker {
         self.context.say(RankEvent::Extracted { row, lease, tokens });
         faults::reach(Point::Sent, row.step())?;
         Ok(())
+    }
+}
+
+/// Where states are captured.
+enum Memory {
+    /// In the memory of the link that they go over: nobody copies them.
+    OnLink(HeapBuffer),
+    Own(Vec<u8>),
+}
+
+impl Memory {
+    fn as_mut(&mut self) -> &mut [u8] {
+        match self {
+            Self::OnLink(buffer) => buffer,
+            Self::Own(bytes) => bytes,
+        }
+    }
+}
+
+impl From<Memory> for Bytes {
+    fn from(memory: Memory) -> Self {
+        match memory {
+            Memory::OnLink(buffer) => buffer.into(),
+            Memory::Own(bytes) => bytes.into(),
+        }
     }
 }
 

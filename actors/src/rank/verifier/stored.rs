@@ -192,7 +192,7 @@ impl StoredStates {
                 Err(error) => return Err(missing(error.to_string())),
             }
         }
-        Ok(whole)
+        Ok(whole.share())
     }
 }
 

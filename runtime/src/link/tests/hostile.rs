@@ -26,7 +26,7 @@ impl RawSender {
         let shape = RingShape::new(4, 4096).expect("allowed");
         let socket = socket::connect(&bound.name, 60_000).expect("the listener is there");
         let mut ring = WriteRing::create(shape).expect("memory is left");
-        socket::send_hello(&socket, &hello(1), shape, ring.fd()).expect("the listener waits");
+        socket::send_hello(&socket, &hello(1), (shape, ring.fd()), None).expect("the listener waits");
         assert!(matches!(
             FrameReader::new().next(&socket),
             Ok(Read::Got(Frame {
@@ -74,7 +74,29 @@ impl RawSender {
 #[test]
 fn a_sender_that_breaks_the_protocol_is_put_out() {
     type Misdeed = fn(&mut RawSender);
-    let misdeeds: [(&str, Misdeed); 20] = [
+    let misdeeds: [(&str, Misdeed); 23] = [
+        ("before the header", |raw| {
+            raw.send(
+                &Frame {
+                    kind: FrameKind::Placed,
+                    ..raw.first_chunk()
+                }
+                .encode(),
+            );
+        }),
+        ("a heap that the link does not have", |raw| {
+            raw.send(&raw.first_chunk().encode());
+            raw.send(
+                &Frame {
+                    kind: FrameKind::Placed,
+                    ..raw.second_chunk()
+                }
+                .encode(),
+            );
+        }),
+        ("Taken where a chunk", |raw| {
+            raw.send(&Frame::new(FrameKind::Taken).encode())
+        }),
         ("it starts with", |raw| raw.send(&[0x55; 480])),
         ("its crc32c is", |raw| {
             let mut bytes = raw.first_chunk().encode();
@@ -312,21 +334,38 @@ fn a_hello_needs_exactly_one_sealed_ring() {
         let shape = RingShape::new(4, 4096).expect("allowed");
         let ring = WriteRing::create(shape).expect("memory is left");
         let body =
-            |slots: u32, slot_bytes: u32| crate::wire::encode(&(hello(1), slots, slot_bytes)).expect("small");
+            |slots: u32, slot_bytes: u32| crate::wire::encode(&(hello(1), slots, slot_bytes, 0_u64)).expect("small");
+        let with_heap =
+            |heap_bytes: u64| crate::wire::encode(&(hello(1), 4_u32, 4096_u32, heap_bytes)).expect("small");
         let unsealed = rustix::fs::memfd_create("unsealed", MemfdFlags::CLOEXEC).expect("memory is left");
         let null = std::fs::File::open("/dev/null").expect("every Linux has it");
         let right = body(4, 4096);
-        let cases: [(&str, Vec<u8>, Vec<BorrowedFd<'_>>); 9] = [
-            ("exactly one descriptor", right.clone(), vec![]),
+        let cases: [(&str, Vec<u8>, Vec<BorrowedFd<'_>>); 12] = [
+            ("0 descriptors came with the hello instead of 1", right.clone(), vec![]),
             (
-                "exactly one descriptor",
+                "2 descriptors came",
                 right.clone(),
                 vec![ring.fd(), ring.fd()],
             ),
             (
-                "exactly one descriptor",
+                "3 descriptors came",
                 right.clone(),
                 vec![ring.fd(), ring.fd(), ring.fd()],
+            ),
+            (
+                "1 descriptors came with the hello instead of 2",
+                with_heap(1 << 20),
+                vec![ring.fd()],
+            ),
+            (
+                "bytes instead of",
+                with_heap(1 << 20),
+                vec![ring.fd(), ring.fd()],
+            ),
+            (
+                "a heap of 18446744073709551615 bytes",
+                with_heap(u64::MAX),
+                vec![ring.fd(), ring.fd()],
             ),
             ("no memfd", right.clone(), vec![null.as_fd()]),
             ("not sealed", right, vec![unsealed.as_fd()]),
@@ -369,7 +408,20 @@ fn a_hello_needs_exactly_one_sealed_ring() {
 #[test]
 fn a_receiver_that_breaks_the_protocol_ends_the_link() {
     let garbage = vec![0xaa; 48];
-    let cases: [(&str, Vec<u8>); 4] = [
+    let cases: [(&str, Vec<u8>); 6] = [
+        (
+            "a tensor is taken that was not sent",
+            Frame::new(FrameKind::Taken).encode().to_vec(),
+        ),
+        (
+            "extent 5 comes back but was not given",
+            Frame {
+                slot: 5,
+                ..Frame::new(FrameKind::Returned)
+            }
+            .encode()
+            .to_vec(),
+        ),
         (
             "comes back but was not given",
             Frame {
@@ -411,7 +463,7 @@ fn a_receiver_that_breaks_the_protocol_ends_the_link() {
             let on_end = move |error: &LinkError| {
                 let _ = told.send(error.to_string());
             };
-            let sender = BulkSender::connect(&name, hello(1), small_ring(), on_end).expect("welcome");
+            let sender = BulkSender::connect(&name, hello(1), with_heap(1 << 20), on_end).expect("welcome");
             let _socket = accepting.join().expect("accepted");
             let sent = sender.send(state(&[8], 1), LIMIT);
             assert!(matches!(sent, Ok(()) | Err(SendError::Ended(_))));
@@ -425,14 +477,14 @@ fn a_receiver_that_breaks_the_protocol_ends_the_link() {
 #[test]
 fn a_chunk_that_changes_on_the_way_ends_its_link() {
     bounded(|| {
-        for nth in [0, 1, 3] {
+        for (nth, bytes) in [(0, 20_000), (1, 20_000), (3, 20_000), (1, 100_000)] {
             let bound = bind(ListenerOptions::default());
             let sender = bound.connect(SenderOptions {
                 corrupt_nth: Some(nth),
-                ..small_ring()
+                ..with_heap(1 << 20)
             });
             bound.opened();
-            sender.send(state(&[20_000], 1), LIMIT).expect("room");
+            sender.send(state(&[bytes], 1), LIMIT).expect("room");
             let error = bound.closed();
             assert!(
                 matches!(&error, Some(LinkError::Checksum { sequence, .. }) if *sequence == nth),

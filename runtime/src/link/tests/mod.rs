@@ -116,7 +116,15 @@ fn small_ring() -> SenderOptions {
     SenderOptions {
         slots: 4,
         slot_bytes: 4096,
+        heap_bytes: 0,
         ..SenderOptions::default()
+    }
+}
+
+fn with_heap(heap_bytes: u64) -> SenderOptions {
+    SenderOptions {
+        heap_bytes,
+        ..small_ring()
     }
 }
 
@@ -177,13 +185,18 @@ fn messages_of_all_sizes_arrive_whole_and_in_order() {
             ring,
             ring + 4,
             3 * ring,
+            MIN_PLACED_BYTES - 4,
+            MIN_PLACED_BYTES,
+            200_000,
             (1 << 20) + 4,
         ];
-        for checksum in [true, false] {
+        // Without a heap, with one that has room for some of them, and with one for all.
+        let heaps = [0, 256 << 10, 16 << 20];
+        for (checksum, heap_bytes) in heaps.iter().flat_map(|&heap| [(true, heap), (false, heap)]) {
             let bound = bind(ListenerOptions::default());
             let sender = bound.connect(SenderOptions {
                 checksum,
-                ..small_ring()
+                ..with_heap(heap_bytes)
             });
             assert_eq!(bound.opened(), hello(1));
             let mut sent: Vec<_> = sizes.iter().map(|&size| state(&[size], size as u64)).collect();
@@ -192,6 +205,7 @@ fn messages_of_all_sizes_arrive_whole_and_in_order() {
                 state(&[0, 0, 0], 2),
                 state(&[4096, 0, 8, 4100], 3),
                 state(&[0, ring, 0], 4),
+                state(&[0, 100_000, 0, 0, 120_000, 8, 0], 6),
                 state(&[4; MAX_PARTS], 5),
             ]);
             for message in &sent {
@@ -214,6 +228,59 @@ fn messages_of_all_sizes_arrive_whole_and_in_order() {
             assert_eq!(stats.failed_connections, 0);
             bound.listener.close();
         }
+    });
+}
+
+/// A tensor that is made in the heap is read where it was made, and its memory used again when both have let it go.
+#[test]
+fn a_tensor_in_the_heap_is_not_copied() {
+    bounded(|| {
+        let bound = bind(ListenerOptions {
+            // What lies in the heap weighs nothing.
+            held_bytes_per_connection: 400_000,
+            ..ListenerOptions::default()
+        });
+        let sender = bound.connect(with_heap(600_000));
+        bound.opened();
+        assert!(sender.buffer(MIN_PLACED_BYTES - 1).is_none(), "too small to be worth it");
+        assert!(sender.buffer(700_000).is_none(), "no room");
+        let mut kept = Vec::new();
+        for seed in 0..2 {
+            let mut buffer = sender.buffer(250_000).expect("room");
+            buffer.copy_from_slice(&pattern(250_000, seed));
+            let bytes = Bytes::from(buffer);
+            let message = BulkOutgoing {
+                parts: vec![bytes.clone()],
+                ..state(&[250_000], seed)
+            };
+            sender.send(message.clone(), LIMIT).expect("room comes");
+            let arrived = bound.message();
+            assert_same(&arrived, &message);
+            let part = arrived.parts.into_iter().next().expect("one part");
+            assert!(format!("{part:?}").contains("in_place: true"), "{part:?}");
+            kept.push((bytes, part.into_bytes()));
+        }
+        assert!(sender.buffer(250_000).is_none(), "both are held");
+        // What finds no room goes through the slots.
+        sender.send(state(&[250_000], 7), LIMIT).expect("room comes");
+        let copied = bound.message();
+        assert_same(&copied, &state(&[250_000], 7));
+        assert!(format!("{:?}", copied.parts[0]).contains("in_place: false"));
+        assert_eq!(sender.drain(LIMIT), Ok(true), "held is not under way");
+        let (made, read) = kept.swap_remove(0);
+        drop(made);
+        assert!(sender.buffer(250_000).is_none(), "the receiver reads it");
+        drop(read);
+        let begun = Instant::now();
+        while sender.buffer(250_000).is_none() {
+            assert!(begun.elapsed() < LIMIT, "it never comes back");
+            std::thread::yield_now();
+        }
+        // What is held outlives its link.
+        sender.close();
+        bound.listener.close();
+        let (_, read) = &kept[0];
+        assert!(read[..] == pattern(250_000, 1)[..]);
     });
 }
 

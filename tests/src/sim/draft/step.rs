@@ -42,7 +42,8 @@ pub(super) enum Phase {
 impl Phase {
     pub(super) fn activity(&self) -> Activity {
         match self {
-            Self::Idle | Self::Staged { .. } => Activity::Idle,
+            Self::Idle => Activity::Idle,
+            Self::Staged { .. } => Activity::AwaitingCommit,
             Self::Computing { .. } => Activity::Computing,
             Self::Reducing { .. } => Activity::Reducing,
         }

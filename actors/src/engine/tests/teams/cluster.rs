@@ -146,6 +146,7 @@ impl Cluster {
                 rss_bytes: 0,
                 busy_ms: 0,
                 waiting_ms: 0,
+                idle_ms: 0,
             };
             self.feed(Event::Rank {
                 seat,

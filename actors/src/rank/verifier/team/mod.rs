@@ -17,7 +17,7 @@ use eaglet_runtime::collective::{Exchange, ShardMessage};
 use eaglet_runtime::control::{Activity, CoordinatorCommand, Member};
 use eaglet_runtime::ids::{Epoch, Role, Step};
 use eaglet_runtime::link::{
-    BulkEvent, BulkKind, BulkMessage, BulkOutgoing, Endpoint, PooledBuffer, SenderOptions,
+    BulkEvent, BulkKind, BulkMessage, BulkOutgoing, Endpoint, Part, SenderOptions,
 };
 use eaglet_runtime::verifier::{Interrupted, Shard};
 
@@ -251,7 +251,7 @@ impl Talk<'_> {
         &mut self,
         message: BulkMessage,
         (from, what, bytes): (Shard, ShardMessage, usize),
-    ) -> Result<PooledBuffer, Interrupted> {
+    ) -> Result<Part, Interrupted> {
         let seat = message.header.from;
         let taken = self.team.taken.entry(seat.index).or_default();
         let expected = BulkKind::Shard {
@@ -276,7 +276,7 @@ impl Talk<'_> {
 }
 
 impl Exchange for Talk<'_> {
-    type Received = PooledBuffer;
+    type Received = Part;
 
     fn send(&mut self, to: Shard, what: ShardMessage, bytes: Bytes) -> Result<(), Interrupted> {
         let seat = self.seat_of(to)?;
@@ -311,7 +311,7 @@ impl Exchange for Talk<'_> {
         from: Shard,
         what: ShardMessage,
         bytes: usize,
-    ) -> Result<PooledBuffer, Interrupted> {
+    ) -> Result<Part, Interrupted> {
         let seat = self.seat_of(from)?;
         let mut waits = false;
         let message = loop {
