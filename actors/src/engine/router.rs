@@ -424,7 +424,10 @@ impl Engine {
     /// The held-out rows of all lanes that have prompts: the first part of each lane, then the second ones.
     pub(super) fn held_out_rows(&self) -> Vec<RowId> {
         let parts = |lane| self.held_out_prompts(lane).count().div_ceil(PROMPTS_PER_PART);
-        let mut rows: Vec<RowId> = (0..self.settings.lanes.min(self.held_out.len().try_into().unwrap_or(u16::MAX)))
+        let mut rows: Vec<RowId> = (0..self
+            .settings
+            .lanes
+            .min(self.held_out.len().try_into().unwrap_or(u16::MAX)))
             .flat_map(|lane| {
                 let parts = u16::try_from(parts(lane)).unwrap_or(u16::MAX);
                 (0..parts).map(move |part| RowId::HeldOut { lane, part })

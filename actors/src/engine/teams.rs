@@ -253,7 +253,11 @@ impl Engine {
 
     /// How many teams work.
     pub(super) fn formed_teams(&self) -> usize {
-        self.teams.0.values().filter(|team| team.stage == Stage::Formed).count()
+        self.teams
+            .0
+            .values()
+            .filter(|team| team.stage == Stage::Formed)
+            .count()
     }
 
     /// A team that can take another row: the one with the fewest in work.

@@ -52,6 +52,16 @@ fn text(error: &HiddenFileError) -> String {
     text
 }
 
+/// The same states, to be changed.
+fn owned(states: &HiddenStates) -> HiddenStates<Vec<u8>> {
+    HiddenStates {
+        dtype: states.dtype,
+        states: states.states,
+        hidden: states.hidden,
+        bytes: states.bytes.to_vec(),
+    }
+}
+
 #[test]
 fn files_1_samples_are_found_by_their_tokens() {
     let samples: [&[u32]; 3] = [&[1, 2, 3], &[4, 5], &[1, 2, 3, 4, 5, 6]];
@@ -146,11 +156,11 @@ fn files_2_what_is_no_hidden_state_is_refused_by_name() {
         "{error}"
     );
 
-    let mut wrong = states(&[6, 6], HiddenDtype::F32);
+    let mut wrong = owned(&states(&[6, 6], HiddenDtype::F32));
     wrong.set(1, 2, &[0.0, f32::NAN, 0.0, 0.0]);
-    HiddenFile::write(folder.path(), 9, &[6, 6], &wrong).unwrap();
+    HiddenFile::write(folder.path(), 9, &[6, 6], &wrong.clone().share()).unwrap();
     wrong.set(1, 2, &[0.0, 3.4e38, 0.0, 0.0]);
-    HiddenFile::write(folder.path(), 10, &[7, 7], &wrong).unwrap();
+    HiddenFile::write(folder.path(), 10, &[7, 7], &wrong.share()).unwrap();
     let files = HiddenFiles::open(folder.path(), 100).unwrap();
     for tokens in [[6, 6], [7, 7]] {
         let error = text(&files.read(&tokens, SHAPE, HiddenDtype::Bf16).unwrap_err());
@@ -229,11 +239,13 @@ fn states_of_unknown_origin_are_recognised_by_their_values() {
 
     // The last state after the final norm.
     let (normed, _) = wanted.logits(&row, &mut Alone).unwrap();
-    let mut post = states.clone();
+    let mut post = owned(&states);
     for (token, values) in normed.chunks_exact(post.hidden).enumerate() {
         post.set(token, 2, values);
     }
-    let error = recognise(&mut wanted, &tokens, &post).unwrap_err().to_string();
+    let error = recognise(&mut wanted, &tokens, &post.share())
+        .unwrap_err()
+        .to_string();
     assert!(
         error.contains("final norm") && error.contains("before the final norm"),
         "{error}"

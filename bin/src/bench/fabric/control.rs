@@ -94,6 +94,7 @@ async fn round_trips(dialed: &mut Dialed, count: usize, plan: &Plan<'_>) -> Resu
             rss_bytes: 0,
             busy_ms: 0,
             waiting_ms: 0,
+            idle_ms: 0,
         };
         let begun = Instant::now();
         dialed
@@ -122,7 +123,10 @@ impl Admit for Echo {
         tokio::spawn(async move {
             while let Ok(Some(event)) = events.next().await {
                 if let RankEvent::Beat(Beat { sequence, .. }) = event
-                    && commands.send(CoordinatorCommand::BeatAck { sequence }).await.is_err()
+                    && commands
+                        .send(CoordinatorCommand::BeatAck { sequence })
+                        .await
+                        .is_err()
                 {
                     return;
                 }
