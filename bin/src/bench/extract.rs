@@ -12,6 +12,7 @@ use eaglet_runtime::verifier::{Alone, Shard, Verifier};
 use serde::Serialize;
 
 use super::facts::{Limits, Machine, Spread, load, measured, peak_bytes};
+use super::picture;
 use super::stages::{self, Stage, Stages};
 use super::train::side;
 
@@ -33,6 +34,9 @@ pub(crate) struct ExtractArgs {
     /// How often a row is measured, after one to warm up.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
+    /// Draw where the time goes as an SVG picture.
+    #[arg(long, value_name = "FILE")]
+    picture: Option<PathBuf>,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -105,6 +109,13 @@ pub(super) fn extract(arguments: &ExtractArgs, out: &mut impl Write) -> Result<(
         stages: stages.medians(&limits),
         limits,
     };
+    if let Some(path) = &arguments.picture {
+        let title = format!(
+            "hidden states of {tokens} tokens, {} layers, {} threads",
+            report.layers, report.limits.threads
+        );
+        picture::write(path, &title, &report.stages, report.row_seconds.median)?;
+    }
     super::print(&report, arguments.json, out, Report::write).context("cannot print")
 }
 

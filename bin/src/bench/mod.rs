@@ -7,6 +7,7 @@ mod facts;
 mod gemm;
 mod interrupt;
 mod model;
+mod picture;
 mod recovery;
 mod run;
 mod stages;

@@ -11,14 +11,14 @@ use crate::table::Table;
 /// One stage and kind.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Stage {
-    stage: &'static str,
-    kind: &'static str,
+    pub(super) stage: &'static str,
+    pub(super) kind: &'static str,
     /// Median of the repetitions.
-    seconds: f64,
-    gflops_per_s: f64,
-    gb_per_s: f64,
+    pub(super) seconds: f64,
+    pub(super) gflops_per_s: f64,
+    pub(super) gb_per_s: f64,
     /// What the machine's limits of computing and of memory leave as the shortest time, as a share of the time it took.
-    of_limit: f64,
+    pub(super) of_limit: f64,
 }
 
 /// Collects repetitions.

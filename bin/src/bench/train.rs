@@ -1,6 +1,7 @@
 //! `eaglet bench train`: a draft's step on random states, all of whose tokens are trained.
 
 use std::io::Write;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
@@ -14,6 +15,7 @@ use eaglet_runtime::rope::Rope;
 use serde::Serialize;
 
 use super::facts::{Limits, Machine, Spread, load, measured, peak_bytes};
+use super::picture;
 use super::stages::{self, Stage, Stages};
 
 /// `eaglet bench train`. The defaults are a draft for SmolLM2-135M.
@@ -58,6 +60,10 @@ pub(crate) struct TrainArgs {
     /// How often a step is measured, after one to warm up.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
+    /// Draw where the time goes as an SVG picture.
+    #[arg(long, value_name = "FILE")]
+    #[serde(skip)]
+    picture: Option<PathBuf>,
     /// Print one JSON object.
     #[arg(long)]
     #[serde(skip)]
@@ -165,6 +171,13 @@ pub(super) fn train(arguments: &TrainArgs, out: &mut impl Write) -> Result<()> {
         stages: stages.medians(&limits),
         limits,
     };
+    if let Some(path) = &arguments.picture {
+        let title = format!(
+            "a training step, {} tokens of width {}, {} threads",
+            arguments.tokens, arguments.hidden, report.limits.threads
+        );
+        picture::write(path, &title, &report.stages, report.step_seconds.median)?;
+    }
     super::print(&report, arguments.json, out, Report::write).context("cannot print")
 }
 
