@@ -58,12 +58,21 @@ fn the_fabric_is_measured_beside_its_limits() {
     assert_eq!(report["bench"], "fabric");
     for (place, bytes) in [100, 200_000].into_iter().enumerate() {
         let (same, between) = (&report["same_host"][place], &report["between_hosts"][place]);
-        assert_eq!((&same["bytes"], &between["bytes"]), (&bytes.into(), &bytes.into()));
+        assert_eq!(
+            (&same["bytes"], &between["bytes"]),
+            (&bytes.into(), &bytes.into())
+        );
         for rate in ["memcpy", "crc32c", "copied", "unchecked", "in_place", "slots"] {
-            assert!(positive(&same[format!("{rate}_gb_s")]["median"]), "{rate}: {same}");
+            assert!(
+                positive(&same[format!("{rate}_gb_s")]["median"]),
+                "{rate}: {same}"
+            );
         }
         for rate in ["tcp", "http2", "http1"] {
-            assert!(positive(&between[format!("{rate}_gb_s")]["median"]), "{rate}: {between}");
+            assert!(
+                positive(&between[format!("{rate}_gb_s")]["median"]),
+                "{rate}: {between}"
+            );
         }
     }
     let control = &report["control"];
@@ -82,8 +91,15 @@ fn the_fabric_is_measured_beside_its_limits() {
     );
     let text = bench(&small).stdout;
     let text = String::from_utf8_lossy(&text);
-    assert!(text.contains("limit: memcpy") && text.contains("votes and journal"), "{text}");
-    assert_eq!(std::fs::read_dir(folder.path()).expect("it is there").count(), 0, "it tidies up");
+    assert!(
+        text.contains("limit: memcpy") && text.contains("votes and journal"),
+        "{text}"
+    );
+    assert_eq!(
+        std::fs::read_dir(folder.path()).expect("it is there").count(),
+        0,
+        "it tidies up"
+    );
 }
 
 #[test]
@@ -103,7 +119,10 @@ fn the_coordinator_is_measured_at_every_size() {
         "--json",
     ]));
     let [small, large] = [0, 1].map(|place| &report["clusters"][place]);
-    assert_eq!((&large["verifier_ranks"], &large["draft_ranks"]), (&4.into(), &5.into()));
+    assert_eq!(
+        (&large["verifier_ranks"], &large["draft_ranks"]),
+        (&4.into(), &5.into())
+    );
     // Of each row: extracted, received; of each draft rank: its vote, and that it has applied the step.
     assert_eq!(small["events_per_step"], 4.0);
     assert!(large["events_per_step"].as_f64() >= Some(19.0), "{large}");
@@ -134,7 +153,10 @@ fn a_whole_run_is_measured() {
         "--json",
     ]);
     let report = json(&output);
-    assert_eq!((&report["bench"], &report["steps"]), (&"end-to-end".into(), &3.into()));
+    assert_eq!(
+        (&report["bench"], &report["steps"]),
+        (&"end-to-end".into(), &3.into())
+    );
     assert!(
         positive(&report["tokens"])
             && positive(&report["wall_seconds"]["median"])
@@ -147,10 +169,18 @@ fn a_whole_run_is_measured() {
         .iter()
         .filter_map(|rank| rank["seat"].as_str())
         .collect();
-    assert!(seats.contains(&"draft-0") && seats.contains(&"verifier-0"), "{report}");
+    assert!(
+        seats.contains(&"draft-0") && seats.contains(&"verifier-0"),
+        "{report}"
+    );
     for rank in report["ranks"].as_array().expect("a list") {
         let shares = ["busy", "waiting_for_input", "waiting_for_peers"].map(|what| rank[what].as_f64());
-        assert!(shares.iter().all(|share| share.is_some_and(|share| (0.0..=1.0).contains(&share))), "{rank}");
+        assert!(
+            shares
+                .iter()
+                .all(|share| share.is_some_and(|share| (0.0..=1.0).contains(&share))),
+            "{rank}"
+        );
     }
 }
 
@@ -164,11 +194,25 @@ fn what_cannot_be_measured_is_said_with_the_remedy() {
         (&["fabric", "--draft-ranks", "0"], "--draft-ranks"),
         (&["coordinator", "--seats", "1"], "--seats"),
         (&["coordinator", "--steps", "1"], "--steps"),
-        (&["coordinator", "--seats", "2", "--directory", "/no/such/folder"], "/no/such/folder"),
-        (&["end-to-end", "--steps", "1"], "--steps"),
-        (&["end-to-end", "--cluster", &cluster, "--samples", "no/such.jsonl"], "no/such.jsonl"),
         (
-            &["end-to-end", "--cluster", &cluster, "--samples", &chats, "--verifier", "no/such/model"],
+            &["coordinator", "--seats", "2", "--directory", "/no/such/folder"],
+            "/no/such/folder",
+        ),
+        (&["end-to-end", "--steps", "1"], "--steps"),
+        (
+            &["end-to-end", "--cluster", &cluster, "--samples", "no/such.jsonl"],
+            "no/such.jsonl",
+        ),
+        (
+            &[
+                "end-to-end",
+                "--cluster",
+                &cluster,
+                "--samples",
+                &chats,
+                "--verifier",
+                "no/such/model",
+            ],
             "no/such/model",
         ),
     ];
@@ -176,6 +220,9 @@ fn what_cannot_be_measured_is_said_with_the_remedy() {
         let output = bench(arguments);
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success(), "{arguments:?}");
-        assert!(text.contains(words) && !text.contains("panicked"), "{arguments:?}: {text}");
+        assert!(
+            text.contains(words) && !text.contains("panicked"),
+            "{arguments:?}: {text}"
+        );
     }
 }

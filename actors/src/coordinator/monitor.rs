@@ -408,12 +408,16 @@ fn rank_view(seat: &SeatView, shares: Option<Shares>) -> RankView {
         busy: shares.map(|shares| shares.busy),
         waiting: shares.map(|shares| shares.waiting),
         idle: shares.map(|shares| shares.idle),
-        detail: [place_in_team(seat), time_spent(seat, shares), Some(detail.to_owned())]
-            .into_iter()
-            .flatten()
-            .filter(|words| !words.is_empty())
-            .collect::<Vec<_>>()
-            .join("; "),
+        detail: [
+            place_in_team(seat),
+            time_spent(seat, shares),
+            Some(detail.to_owned()),
+        ]
+        .into_iter()
+        .flatten()
+        .filter(|words| !words.is_empty())
+        .collect::<Vec<_>>()
+        .join("; "),
     }
 }
 

@@ -105,8 +105,8 @@ impl WorkTimes {
         self.0
             .iter_mut()
             .map(|(seat, times)| {
-                let [busy_ms, waiting_ms, idle_ms] = [0, 1, 2]
-                    .map(|which: usize| times.latest_ms[which].saturating_sub(times.told_ms[which]));
+                let [busy_ms, waiting_ms, idle_ms] =
+                    [0, 1, 2].map(|which: usize| times.latest_ms[which].saturating_sub(times.told_ms[which]));
                 times.told_ms = times.latest_ms;
                 let mut line = serde_json::json!({
                     "seat": seat.to_string(),

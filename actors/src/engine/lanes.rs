@@ -41,7 +41,11 @@ impl Engine {
             let absent = owner.is_none_or(|seat| !self.seats.get(seat).is_live());
             // A rank that waits without work takes over at once; without one, the owner is back in a moment.
             let spare = (absent && self.was_filled)
-                .then(|| loads.iter().find(|&(&seat, &lanes)| lanes == 0 && self.is_ready(seat)))
+                .then(|| {
+                    loads
+                        .iter()
+                        .find(|&(&seat, &lanes)| lanes == 0 && self.is_ready(seat))
+                })
                 .flatten()
                 .map(|(&seat, _)| seat);
             let next = match (owner, spare) {
@@ -64,8 +68,7 @@ impl Engine {
 
     /// How many lanes each active draft seat computes.
     fn loads(&self) -> BTreeMap<Seat, usize> {
-        let mut loads: BTreeMap<Seat, usize> =
-            self.seats.active(Role::Draft).map(|seat| (seat, 0)).collect();
+        let mut loads: BTreeMap<Seat, usize> = self.seats.active(Role::Draft).map(|seat| (seat, 0)).collect();
         for owner in self.owners.iter().flatten() {
             if let Some(lanes) = loads.get_mut(&Seat::draft(*owner)) {
                 *lanes += 1;

@@ -120,7 +120,9 @@ pub(super) fn end_to_end(arguments: &EndToEndArgs, out: &mut impl Write) -> Resu
 fn config(arguments: &EndToEndArgs) -> Result<Result<ClusterConfig, Exit>> {
     let mut sets = arguments.sets.clone();
     let quoted = |path: &Path| -> Result<String> {
-        let text = path.to_str().with_context(|| format!("{} is no UTF-8", path.display()))?;
+        let text = path
+            .to_str()
+            .with_context(|| format!("{} is no UTF-8", path.display()))?;
         // Of a file that is not there the check tells by the name that was given; a model on the Hub is no file.
         let absolute = std::fs::canonicalize(path).ok();
         let text = absolute.as_deref().and_then(Path::to_str).unwrap_or(text);
@@ -130,7 +132,11 @@ fn config(arguments: &EndToEndArgs) -> Result<Result<ClusterConfig, Exit>> {
         sets.push(format!("verifier.path={}", quoted(verifier)?));
     }
     if !arguments.samples.is_empty() {
-        let files: Vec<String> = arguments.samples.iter().map(|file| quoted(file)).collect::<Result<_>>()?;
+        let files: Vec<String> = arguments
+            .samples
+            .iter()
+            .map(|file| quoted(file))
+            .collect::<Result<_>>()?;
         sets.push(format!("samples.files=[{}]", files.join(", ")));
     }
     sets.push("samples.held_out=[]".to_owned());
@@ -192,8 +198,13 @@ fn report(arguments: &EndToEndArgs, runs: &[(u64, Vec<StepLine>)], machine: Mach
             }
         }
     }
-    let [wall_seconds, start_seconds, steady_seconds, tokens_per_s, steady_tokens_per_s] =
-        series.map(|values| Spread::of(&values));
+    let [
+        wall_seconds,
+        start_seconds,
+        steady_seconds,
+        tokens_per_s,
+        steady_tokens_per_s,
+    ] = series.map(|values| Spread::of(&values));
     Ok(Report {
         bench: "end-to-end",
         machine,
@@ -223,7 +234,11 @@ fn report(arguments: &EndToEndArgs, runs: &[(u64, Vec<StepLine>)], machine: Mach
 impl Report {
     fn write(&self, out: &mut impl Write) -> std::io::Result<()> {
         writeln!(out, "{}", self.machine)?;
-        writeln!(out, "{} steps, {} tokens, {} runs\n", self.steps, self.tokens, self.repeats)?;
+        writeln!(
+            out,
+            "{} steps, {} tokens, {} runs\n",
+            self.steps, self.tokens, self.repeats
+        )?;
         for (what, spread) in [
             ("wall seconds, launch to last commit", &self.wall_seconds),
             ("  of it to the first commit", &self.start_seconds),

@@ -187,7 +187,10 @@ mod tests {
         );
         assert_eq!(percentile(&[1, 2, 3, 4], 99), Some(4));
         let values: Vec<f64> = (1..=200).rev().map(f64::from).collect();
-        assert_eq!([0.5, 0.99, 1.0].map(|part| quantile(&values, part)), [100.0, 198.0, 200.0]);
+        assert_eq!(
+            [0.5, 0.99, 1.0].map(|part| quantile(&values, part)),
+            [100.0, 198.0, 200.0]
+        );
         assert_eq!((quantile(&[7.0], 0.5), quantile(&[], 0.5)), (7.0, 0.0));
     }
 

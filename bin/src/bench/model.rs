@@ -172,7 +172,8 @@ impl Model {
     /// If the engine fails.
     pub(super) fn beats(&mut self) -> Result<f64> {
         let before = self.cost;
-        let seats: Vec<(Seat, Generation)> = self.generations.iter().map(|(&seat, &nth)| (seat, nth)).collect();
+        let seats: Vec<(Seat, Generation)> =
+            self.generations.iter().map(|(&seat, &nth)| (seat, nth)).collect();
         let begun = Instant::now();
         for (seat, generation) in seats {
             let event = RankEvent::Beat(Beat {
@@ -264,12 +265,16 @@ impl Model {
     }
 
     fn append(&mut self, record: &Record, sync: bool) -> Result<()> {
-        let Some(journal) = &mut self.journal else { return Ok(()) };
+        let Some(journal) = &mut self.journal else {
+            return Ok(());
+        };
         let begun = Instant::now();
         journal.append(record, sync)?;
         self.cost.journal_ms += begun.elapsed().as_secs_f64() * 1e3;
         if let Some(file) = self.journal_file.as_ref().filter(|_| sync) {
-            let bytes = std::fs::metadata(file).context("cannot look at the journal")?.len();
+            let bytes = std::fs::metadata(file)
+                .context("cannot look at the journal")?
+                .len();
             self.cost.journal_bytes += bytes - self.written_bytes;
             self.written_bytes = bytes;
         }

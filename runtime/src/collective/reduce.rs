@@ -194,11 +194,19 @@ impl SeatOrderedReduce {
         let finished = (0..members)
             .map(|segment| segments.range(segment).is_empty())
             .collect();
-        let lengths: Vec<usize> = (0..members).map(|segment| segments.range(segment).len()).collect();
+        let lengths: Vec<usize> = (0..members)
+            .map(|segment| segments.range(segment).len())
+            .collect();
         let missing = shape
             .lanes
             .iter()
-            .map(|&(_, owner)| if owner == shape.own { lengths.clone() } else { Vec::new() })
+            .map(|&(_, owner)| {
+                if owner == shape.own {
+                    lengths.clone()
+                } else {
+                    Vec::new()
+                }
+            })
             .collect();
         Ok(Self {
             segments,
@@ -237,11 +245,15 @@ impl SeatOrderedReduce {
         let own = self.shape.own;
         let overlap = |segment: u16| {
             let range = self.segments.range(segment);
-            part.end.min(range.end).saturating_sub(part.start.max(range.start))
+            part.end
+                .min(range.end)
+                .saturating_sub(part.start.max(range.start))
         };
         let turn = self.turn_of(lane).filter(|&turn| {
             let missing = &self.missing[turn];
-            let fits = (0..).zip(missing).all(|(segment, &missing)| overlap(segment) <= missing);
+            let fits = (0..)
+                .zip(missing)
+                .all(|(segment, &missing)| overlap(segment) <= missing);
             let is_whole = missing.iter().all(|&missing| missing == 0) && self.waiting[turn].is_some();
             self.shape.lanes[turn].1 == own && fits && !is_whole && self.result.is_none()
         });

@@ -71,7 +71,11 @@ fn segments_leave_when_they_are_final() {
     assert!(parts.start(vec![0.0; 200]).is_ok());
     let mut early = reduce(200, &[0, 1, 2], 1, &[(0, 1), (1, 2)]);
     early.contribute_part(0, 64..200, gradient).expect("its lane");
-    assert_eq!(early.start(vec![0.0; 200]), Err(CollectiveError::Start), "a stretch is missing");
+    assert_eq!(
+        early.start(vec![0.0; 200]),
+        Err(CollectiveError::Start),
+        "a stretch is missing"
+    );
 }
 
 /// Something that may happen next.

@@ -54,7 +54,13 @@ impl<D: Device> Pass<'_, D> {
                 on_final((*place).clone(), gradient);
             }
         };
-        let norms = [&places.norm, &places.post_norm, &places.hidden_norm, &places.q_norm, &places.k_norm];
+        let norms = [
+            &places.norm,
+            &places.post_norm,
+            &places.hidden_norm,
+            &places.q_norm,
+            &places.k_norm,
+        ];
         tell(gradient, &norms);
         self.weights_backward(a, d, gradient);
         tell(gradient, &[&places.down, &places.up, &places.gate, &places.o]);

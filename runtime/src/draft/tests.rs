@@ -121,7 +121,8 @@ fn batch(second_document: Option<usize>) -> DraftBatch {
     let mut batch = DraftBatch::from_row(&HiddenRow {
         row,
         hidden: hidden.share(),
-    }).expect("a row");
+    })
+    .expect("a row");
     if let Some(start) = second_document {
         batch.documents = vec![0..start, start..batch.len()];
         for (id, position) in batch.position_ids[start..].iter_mut().enumerate() {

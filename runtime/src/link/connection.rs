@@ -56,7 +56,10 @@ struct Parts {
 impl Parts {
     /// Bytes of the part that is next, if one is missing.
     fn next_bytes(&self) -> Option<usize> {
-        self.header.parts.get(self.whole.len()).map(|&bytes| bytes as usize)
+        self.header
+            .parts
+            .get(self.whole.len())
+            .map(|&bytes| bytes as usize)
     }
 
     /// Nothing is sent for empty parts.
@@ -161,9 +164,9 @@ impl Connection {
             ));
         }
         match &mut assembly.parts {
-            None if frame.kind == FrameKind::Placed => {
-                Err(LinkError::frame("a tensor in the heap before the header of its message"))
-            }
+            None if frame.kind == FrameKind::Placed => Err(LinkError::frame(
+                "a tensor in the heap before the header of its message",
+            )),
             None => {
                 let start = assembly.header.len();
                 // Grows by what arrives, whatever was announced.
@@ -266,7 +269,11 @@ impl Connection {
         let weight_bytes = 4 * assembly.header_bytes as u64 + HEADER_OVERHEAD_BYTES;
         self.wait_for_room(weight_bytes + assembly.message_bytes)?;
         let charge = self.budget.charge(weight_bytes);
-        let reserved = header.parts.iter().map(|&bytes| self.budget.charge(bytes)).collect();
+        let reserved = header
+            .parts
+            .iter()
+            .map(|&bytes| self.budget.charge(bytes))
+            .collect();
         let mut parts = Parts {
             header,
             charge,

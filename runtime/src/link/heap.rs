@@ -82,7 +82,8 @@ impl Heap {
             });
         }
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let fd = rustix::fs::memfd_create("eaglet-link-heap", flags).map_err(LinkError::system("make a memfd"))?;
+        let fd =
+            rustix::fs::memfd_create("eaglet-link-heap", flags).map_err(LinkError::system("make a memfd"))?;
         rustix::fs::ftruncate(&fd, bytes).map_err(LinkError::system("size a memfd"))?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
             .map_err(LinkError::system("seal a memfd"))?;
@@ -130,7 +131,10 @@ impl Heap {
 
     /// Reserves as many pages as are missing at the end, so that a lack of memory is seen here and is no fault later.
     fn extend(&self, extents: &mut Extents, pages: usize) -> Option<usize> {
-        let tail = extents.free.last_key_value().map(|(&first, &pages)| (first, pages));
+        let tail = extents
+            .free
+            .last_key_value()
+            .map(|(&first, &pages)| (first, pages));
         let first = match tail {
             Some((first, tail)) if first + tail == extents.reserved => first,
             _ => extents.reserved,
@@ -139,8 +143,12 @@ impl Heap {
         if end.checked_mul(PAGE_BYTES)? > self.bytes {
             return None;
         }
-        let (from, more) = (extents.reserved * PAGE_BYTES, (end - extents.reserved) * PAGE_BYTES);
-        if let Err(error) = rustix::fs::fallocate(&self.fd, FallocateFlags::empty(), from as u64, more as u64) {
+        let (from, more) = (
+            extents.reserved * PAGE_BYTES,
+            (end - extents.reserved) * PAGE_BYTES,
+        );
+        if let Err(error) = rustix::fs::fallocate(&self.fd, FallocateFlags::empty(), from as u64, more as u64)
+        {
             tracing::debug!(%error, bytes = more, "no memory for the heap of a link");
             return None;
         }
@@ -275,7 +283,9 @@ impl From<HeapBuffer> for Bytes {
 
 impl fmt::Debug for HeapBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HeapBuffer").field("length", &self.length).finish_non_exhaustive()
+        f.debug_struct("HeapBuffer")
+            .field("length", &self.length)
+            .finish_non_exhaustive()
     }
 }
 
@@ -444,7 +454,9 @@ mod tests {
     #[test]
     fn free_runs_are_joined() {
         let (heap, _) = ends(9 * PAGE_BYTES);
-        let mut buffers: Vec<_> = (0..9).map(|_| Some(heap.take(PAGE_BYTES).expect("room"))).collect();
+        let mut buffers: Vec<_> = (0..9)
+            .map(|_| Some(heap.take(PAGE_BYTES).expect("room")))
+            .collect();
         assert!(heap.take(1).is_none());
         for freed in [0, 2, 1, 8, 6, 7, 4, 3, 5] {
             buffers[freed] = None;
@@ -483,7 +495,12 @@ mod tests {
     fn places_outside_the_heap_are_refused() {
         let (_heap, view) = ends(4 * PAGE_BYTES);
         let (speech, _told) = speech();
-        for (first, length) in [(4, 1), (0, 4 * PAGE_BYTES + 1), (3, PAGE_BYTES + 1), (u32::MAX, usize::MAX)] {
+        for (first, length) in [
+            (4, 1),
+            (0, 4 * PAGE_BYTES + 1),
+            (3, PAGE_BYTES + 1),
+            (u32::MAX, usize::MAX),
+        ] {
             let error = view.tensor((first, length), &speech).err().expect("refused");
             assert!(error.to_string().contains("do not lie in a heap"), "{error}");
         }

@@ -10,7 +10,6 @@ use std::time::Duration;
 use rustix::io::Errno;
 use rustix::net::{SendFlags, Shutdown, SocketFlags};
 
-use super::{DEFAULT_HEAP_BYTES, DEFAULT_MAX_MESSAGE_BYTES};
 use super::connection::Connection;
 use super::error::LinkError;
 use super::frame::{Frame, FrameKind};
@@ -19,6 +18,7 @@ use super::message::BulkMessage;
 use super::pool::{Budget, BufferPool};
 use super::ring::ReadRing;
 use super::socket::{self, Endpoint, Hello, Opened, Speech};
+use super::{DEFAULT_HEAP_BYTES, DEFAULT_MAX_MESSAGE_BYTES};
 use crate::ids::{Generation, Seat};
 
 /// How long the acceptor rests when the process has no descriptors left; the connection stays in the backlog.
@@ -342,7 +342,10 @@ fn open(shared: &Shared, id: u64, socket: &Arc<OwnedFd>) -> Result<Connection, (
         return Err(late(LinkError::HeapSize { bytes, limit_bytes }));
     }
     let ring = ReadRing::map(ring, shape).map_err(late)?;
-    let heap = heap.map(|(fd, bytes)| HeapView::map(&fd, bytes)).transpose().map_err(late)?;
+    let heap = heap
+        .map(|(fd, bytes)| HeapView::map(&fd, bytes))
+        .transpose()
+        .map_err(late)?;
     let budget = Budget::new(options.held_bytes_per_connection).map_err(late)?;
     fence(&mut shared.registry(), id, peer.from).map_err(late)?;
     socket::limit_waits(&**socket, None).map_err(late)?;

@@ -90,7 +90,6 @@ impl HiddenStates<Vec<u8>> {
             bytes: vec![0; tokens * states * hidden * dtype.bytes()],
         }
     }
-
 }
 
 impl<B: Into<Bytes>> HiddenStates<B> {
@@ -110,7 +109,9 @@ impl HiddenStates {
     pub fn of_tokens(&self, tokens: std::ops::Range<usize>) -> Self {
         let token_bytes = self.states * self.hidden * self.dtype.bytes();
         Self {
-            bytes: self.bytes.slice(tokens.start * token_bytes..tokens.end * token_bytes),
+            bytes: self
+                .bytes
+                .slice(tokens.start * token_bytes..tokens.end * token_bytes),
             ..*self
         }
     }
@@ -177,7 +178,10 @@ impl HiddenRow {
     pub fn split(&self, tokens: usize) -> Vec<Self> {
         let mut rows: Vec<(std::ops::Range<usize>, PackedRow)> = Vec::new();
         for range in self.row.documents() {
-            if rows.last().is_none_or(|(_, row)| row.len() + range.len() > tokens) {
+            if rows
+                .last()
+                .is_none_or(|(_, row)| row.len() + range.len() > tokens)
+            {
                 rows.push((range.start..range.start, PackedRow::default()));
             }
             if let Some((covered, row)) = rows.last_mut() {

@@ -31,7 +31,10 @@ impl Cluster {
     fn new(verifiers: u16, trains: bool) -> Self {
         let settings = Settings {
             lanes: 1,
-            seats: [Seat::draft(0)].into_iter().chain((0..verifiers).map(Seat::verifier)).collect(),
+            seats: [Seat::draft(0)]
+                .into_iter()
+                .chain((0..verifiers).map(Seat::verifier))
+                .collect(),
             passes: 1,
             ..settings()
         };
@@ -118,7 +121,8 @@ impl Cluster {
                 RankEvent::GroupReady { epoch }
             }
             CoordinatorCommand::ExtractHeldOut(request) => {
-                self.given.push((request.row, request.lease, seat, request.prompts.len()));
+                self.given
+                    .push((request.row, request.lease, seat, request.prompts.len()));
                 return;
             }
             CoordinatorCommand::Begin { epoch, step, .. } if self.trains => RankEvent::Staged {
@@ -182,7 +186,10 @@ fn held_out_prompts_are_answered_between_rows() {
     let mut cluster = Cluster::new(1, true);
     let mut done = 0;
     while cluster.finished.is_none() {
-        assert!(done < cluster.given.len(), "the run stands still after {done} rows");
+        assert!(
+            done < cluster.given.len(),
+            "the run stands still after {done} rows"
+        );
         let next = done + 1;
         cluster.do_work(&mut done, next);
         for _ in 0..30 {
@@ -190,7 +197,11 @@ fn held_out_prompts_are_answered_between_rows() {
             cluster.settle();
         }
     }
-    assert!(matches!(cluster.finished, Some(Outcome::Completed { .. })), "{:?}", cluster.finished);
+    assert!(
+        matches!(cluster.finished, Some(Outcome::Completed { .. })),
+        "{:?}",
+        cluster.finished
+    );
     let rows: Vec<bool> = cluster.given.iter().map(|&(row, ..)| is_part(row)).collect();
     assert_eq!(rows.iter().filter(|&&part| !part).count() as u64, ROWS);
     let places: Vec<usize> = (0..rows.len()).filter(|&place| rows[place]).collect();
@@ -198,9 +209,17 @@ fn held_out_prompts_are_answered_between_rows() {
     assert!(places[0] >= 16, "training starts at once: {places:?}");
     assert!(places.windows(2).all(|pair| pair[1] - pair[0] > 16), "{places:?}");
     assert!(places[2] < ROWS as usize, "none waits for the end: {places:?}");
-    let prompts: Vec<usize> = cluster.given.iter().map(|&(.., prompts)| prompts).filter(|&n| n > 0).collect();
+    let prompts: Vec<usize> = cluster
+        .given
+        .iter()
+        .map(|&(.., prompts)| prompts)
+        .filter(|&n| n > 0)
+        .collect();
     assert_eq!(prompts, [8, 8, 4]);
-    assert!(cluster.evaluated > 1, "acceptance is measured before the end, too");
+    assert!(
+        cluster.evaluated > 1,
+        "acceptance is measured before the end, too"
+    );
 }
 
 /// Where the draft is the bottleneck, verifiers answer prompts while they have nothing better to do.
@@ -222,5 +241,8 @@ fn a_verifier_without_rows_answers_held_out_prompts() {
         .filter(|&&(row, ..)| is_part(row))
         .map(|&(_, _, verifier, _)| verifier)
         .collect();
-    assert_eq!((parts.len(), parts.iter().all(|seat| seat.role == Role::Verifier)), (2, true));
+    assert_eq!(
+        (parts.len(), parts.iter().all(|seat| seat.role == Role::Verifier)),
+        (2, true)
+    );
 }

@@ -65,7 +65,8 @@ struct Stream {
 
 impl Stream {
     fn open(bytes: usize) -> Result<Self> {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot listen on the loopback device")?;
+        let listener =
+            TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot listen on the loopback device")?;
         let socket = TcpStream::connect(listener.local_addr()?).context("cannot connect to this machine")?;
         let (mut reader, _) = listener.accept().context("cannot accept a connection")?;
         let (tell, arrived) = mpsc::channel();
@@ -79,7 +80,9 @@ impl Stream {
 
     fn carry(&mut self, count: usize, tensor: &[u8]) -> Result<()> {
         for _ in 0..count {
-            self.socket.write_all(tensor).context("cannot write to a stream")?;
+            self.socket
+                .write_all(tensor)
+                .context("cannot write to a stream")?;
         }
         for _ in 0..count {
             self.arrived.recv().context("the reader of the stream is gone")?;
@@ -121,7 +124,9 @@ impl Posts {
             .context("cannot listen on the loopback device")?;
         let address = listener.local_addr()?;
         server.spawn(async move {
-            let Ok((socket, _)) = listener.accept().await else { return };
+            let Ok((socket, _)) = listener.accept().await else {
+                return;
+            };
             // A failure costs latency only.
             let _ = socket.set_nodelay(true);
             // A tensor must lie in one piece; its buffer is used again.
@@ -189,7 +194,10 @@ impl Posts {
                         sender.send_request(request).await?
                     }
                 };
-                let length = answer.headers().get("tensor-bytes").and_then(|length| length.to_str().ok());
+                let length = answer
+                    .headers()
+                    .get("tensor-bytes")
+                    .and_then(|length| length.to_str().ok());
                 ensure!(
                     length == Some(tensor.len().to_string().as_str()),
                     "a tensor arrived with another length than was sent"

@@ -5,8 +5,8 @@ use anyhow::{Context, Result};
 use serde::Serialize;
 
 use super::{FabricArgs, Plan};
-use crate::bench::model::{Model, Shape};
 use crate::bench::facts::Spread;
+use crate::bench::model::{Model, Shape};
 
 /// Times at one number of draft ranks.
 #[derive(Debug, Serialize)]
@@ -30,7 +30,9 @@ pub(super) fn measure(draft_ranks: u16, arguments: &FabricArgs, plan: &Plan<'_>)
     };
     let mut model = Model::start(shape, Some(&folder.path().join("journal")))?;
     let steps = model.run(plan.interrupt)?;
-    let of = |what: fn(&crate::bench::model::StepCost) -> f64| Spread::of(&steps.iter().map(what).collect::<Vec<_>>());
+    let of = |what: fn(&crate::bench::model::StepCost) -> f64| {
+        Spread::of(&steps.iter().map(what).collect::<Vec<_>>())
+    };
     Ok(Commit {
         draft_ranks,
         votes_ms: of(|step| step.votes_ms),

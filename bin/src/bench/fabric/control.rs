@@ -119,7 +119,10 @@ impl Admit for Echo {
         tokio::spawn(async move {
             while let Ok(Some(event)) = events.next().await {
                 if let RankEvent::Beat(Beat { sequence, .. }) = event
-                    && commands.send(CoordinatorCommand::BeatAck { sequence }).await.is_err()
+                    && commands
+                        .send(CoordinatorCommand::BeatAck { sequence })
+                        .await
+                        .is_err()
                 {
                     return;
                 }

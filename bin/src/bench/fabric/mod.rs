@@ -139,7 +139,12 @@ impl Report {
         writeln!(out, "{}", self.machine)?;
         let rate = |rate: &Spread| format!("{:>6.2} ({:.2} to {:.2})", rate.median, rate.min, rate.max);
         let line = |out: &mut dyn Write, bytes: usize, what: &str, spread: &Spread| {
-            writeln!(out, "{:>9.2} MiB  {what:<44} {}", bytes as f64 / (1 << 20) as f64, rate(spread))
+            writeln!(
+                out,
+                "{:>9.2} MiB  {what:<44} {}",
+                bytes as f64 / (1 << 20) as f64,
+                rate(spread)
+            )
         };
         writeln!(out, "\nsame host, GB/s: median (least to most)")?;
         for SameHost {
@@ -156,8 +161,18 @@ impl Report {
             line(out, *bytes, "limit: crc32c", crc32c_gb_s)?;
             line(out, *bytes, "link, one copy, crc32c at both ends", copied_gb_s)?;
             line(out, *bytes, "link, one copy, no checksum", unchecked_gb_s)?;
-            line(out, *bytes, "link, made in its memory, crc32c at both ends", in_place_gb_s)?;
-            line(out, *bytes, "link, two copies (no room in the heap), crc32c", slots_gb_s)?;
+            line(
+                out,
+                *bytes,
+                "link, made in its memory, crc32c at both ends",
+                in_place_gb_s,
+            )?;
+            line(
+                out,
+                *bytes,
+                "link, two copies (no room in the heap), crc32c",
+                slots_gb_s,
+            )?;
         }
         writeln!(out, "\nbetween hosts, over the loopback device, GB/s")?;
         for BetweenHosts {

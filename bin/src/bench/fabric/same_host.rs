@@ -66,7 +66,14 @@ pub(super) fn measure(bytes: usize, plan: &Plan<'_>) -> Result<SameHost> {
             made()
         }
     };
-    let [memcpy_gb_s, crc32c_gb_s, copied_gb_s, unchecked_gb_s, in_place_gb_s, slots_gb_s] = plan.rates(
+    let [
+        memcpy_gb_s,
+        crc32c_gb_s,
+        copied_gb_s,
+        unchecked_gb_s,
+        in_place_gb_s,
+        slots_gb_s,
+    ] = plan.rates(
         bytes,
         &mut [
             &mut |count| {

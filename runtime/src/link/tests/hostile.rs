@@ -333,20 +333,21 @@ fn a_hello_needs_exactly_one_sealed_ring() {
         });
         let shape = RingShape::new(4, 4096).expect("allowed");
         let ring = WriteRing::create(shape).expect("memory is left");
-        let body =
-            |slots: u32, slot_bytes: u32| crate::wire::encode(&(hello(1), slots, slot_bytes, 0_u64)).expect("small");
+        let body = |slots: u32, slot_bytes: u32| {
+            crate::wire::encode(&(hello(1), slots, slot_bytes, 0_u64)).expect("small")
+        };
         let with_heap =
             |heap_bytes: u64| crate::wire::encode(&(hello(1), 4_u32, 4096_u32, heap_bytes)).expect("small");
         let unsealed = rustix::fs::memfd_create("unsealed", MemfdFlags::CLOEXEC).expect("memory is left");
         let null = std::fs::File::open("/dev/null").expect("every Linux has it");
         let right = body(4, 4096);
         let cases: [(&str, Vec<u8>, Vec<BorrowedFd<'_>>); 12] = [
-            ("0 descriptors came with the hello instead of 1", right.clone(), vec![]),
             (
-                "2 descriptors came",
+                "0 descriptors came with the hello instead of 1",
                 right.clone(),
-                vec![ring.fd(), ring.fd()],
+                vec![],
             ),
+            ("2 descriptors came", right.clone(), vec![ring.fd(), ring.fd()]),
             (
                 "3 descriptors came",
                 right.clone(),
@@ -357,11 +358,7 @@ fn a_hello_needs_exactly_one_sealed_ring() {
                 with_heap(1 << 20),
                 vec![ring.fd()],
             ),
-            (
-                "bytes instead of",
-                with_heap(1 << 20),
-                vec![ring.fd(), ring.fd()],
-            ),
+            ("bytes instead of", with_heap(1 << 20), vec![ring.fd(), ring.fd()]),
             (
                 "a heap of 18446744073709551615 bytes",
                 with_heap(u64::MAX),

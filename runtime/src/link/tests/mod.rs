@@ -242,7 +242,10 @@ fn a_tensor_in_the_heap_is_not_copied() {
         });
         let sender = bound.connect(with_heap(600_000));
         bound.opened();
-        assert!(sender.buffer(MIN_PLACED_BYTES - 1).is_none(), "too small to be worth it");
+        assert!(
+            sender.buffer(MIN_PLACED_BYTES - 1).is_none(),
+            "too small to be worth it"
+        );
         assert!(sender.buffer(700_000).is_none(), "no room");
         let mut kept = Vec::new();
         for seed in 0..2 {

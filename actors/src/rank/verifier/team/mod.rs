@@ -16,9 +16,7 @@ use bytes::Bytes;
 use eaglet_runtime::collective::{Exchange, ShardMessage};
 use eaglet_runtime::control::{Activity, CoordinatorCommand, Member};
 use eaglet_runtime::ids::{Epoch, Role, Step};
-use eaglet_runtime::link::{
-    BulkEvent, BulkKind, BulkMessage, BulkOutgoing, Endpoint, Part, SenderOptions,
-};
+use eaglet_runtime::link::{BulkEvent, BulkKind, BulkMessage, BulkOutgoing, Endpoint, Part, SenderOptions};
 use eaglet_runtime::verifier::{Interrupted, Shard};
 
 use crate::faults::{self, Point};
@@ -306,12 +304,7 @@ impl Exchange for Talk<'_> {
         }
     }
 
-    fn receive(
-        &mut self,
-        from: Shard,
-        what: ShardMessage,
-        bytes: usize,
-    ) -> Result<Part, Interrupted> {
+    fn receive(&mut self, from: Shard, what: ShardMessage, bytes: usize) -> Result<Part, Interrupted> {
         let seat = self.seat_of(from)?;
         let mut waits = false;
         let message = loop {
