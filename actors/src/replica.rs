@@ -1,5 +1,6 @@
 //! One replica of the draft: weights, moments, and what a step does to them. No messages, no threads of its own.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -245,14 +246,22 @@ impl Replica {
         gradient
     }
 
-    /// Writes the gradient of a row into a vector from [`Self::take_gradient`]; what was measured on the way.
+    /// Writes the gradient of a row into a vector from [`Self::take_gradient`]; what was measured on the way. `on_final` as in
+    /// [`Draft::gradient_with`].
     ///
     /// # Errors
     /// If the row does not fit the draft.
-    pub fn gradient(&mut self, row: &HiddenRow, gradient: &mut [f32]) -> Result<LaneMetrics, ReplicaError> {
+    pub fn gradient(
+        &mut self,
+        row: &HiddenRow,
+        gradient: &mut [f32],
+        on_final: impl FnMut(Range<usize>, &[f32]) + Send,
+    ) -> Result<LaneMetrics, ReplicaError> {
         let begun = Instant::now();
         let batch = DraftBatch::from_row(row)?;
-        let metrics = self.draft.gradient(&self.parameters, &batch, gradient)?;
+        let metrics = self
+            .draft
+            .gradient_with(&self.parameters, &batch, gradient, on_final)?;
         Ok(LaneMetrics {
             lane: 0,
             finite: true,

@@ -262,7 +262,8 @@ impl Engine {
             // Who still applies a step would be left out again.
             let joins = state.status == Status::Ready
                 && state.applying_since_ms.is_none()
-                && !self.members.contains(&seat.index);
+                // Ascending.
+                && self.members.binary_search(&seat.index).is_err();
             joins || self.can_leave(seat)
         })
     }
@@ -292,6 +293,15 @@ impl Engine {
     }
 
     fn heal(&mut self) {
+        let is_settled = self.formed || !self.members.is_empty();
+        if is_settled
+            && !self
+                .seats
+                .iter()
+                .any(|(seat, state)| seat.role == Role::Draft && state.status == Status::Attached)
+        {
+            return; // with every event, so not without a need
+        }
         let seats: Vec<Seat> = self.seats.active(Role::Draft).collect();
         // Steps before the latest checkpoint are not done again: whoever is left behind it reads it, too.
         let saved = self.latest_checkpoint().map(|known| known.step);

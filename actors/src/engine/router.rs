@@ -93,14 +93,20 @@ impl Engine {
             return;
         }
         let base = self.base_step();
-        self.rows
-            .retain(|row, _| !matches!(row, RowId::Train { step, .. } if *step < base));
-        if self.free_team().is_none() {
-            return; // most of the time all of them are busy
+        while let Some(entry) = self.rows.first_entry()
+            && matches!(entry.key(), RowId::Train { step, .. } if *step < base)
+        {
+            entry.remove();
         }
-        let mut wanted = Vec::new();
         let last = (base.0 + self.settings.prefetch_steps).min(self.total_steps);
         let stopping = matches!(self.phase, Phase::Closing { .. });
+        if !stopping && self.held_out.is_empty() && self.all_are_placed(base, Step(last)) {
+            return; // most of the time verifiers have all that there is
+        }
+        if self.free_team().is_none() {
+            return; // or all of them are busy
+        }
+        let mut wanted = Vec::new();
         for step in (base.0..last).map(Step).filter(|_| !stopping) {
             for lane in 0..self.settings.lanes {
                 if !self.row_units(step, lane).is_empty() {
@@ -147,6 +153,18 @@ impl Engine {
                 self.rows_since_part = self.rows_since_part.saturating_add(1);
             }
         }
+    }
+
+    /// Whether no row of some steps waits for a verifier. Looked at with every event, so without a search for each row.
+    fn all_are_placed(&self, from: Step, to: Step) -> bool {
+        if from >= to {
+            return true;
+        }
+        let planned = self.plans.steps.range(from..to).flat_map(|(_, rows)| rows);
+        let first = |step| RowId::Train { step, lane: 0 };
+        let placed = self.rows.range(first(from)..first(to));
+        planned.filter(|row| !row.is_empty()).count()
+            == placed.filter(|(_, row)| row.state != RowState::Waiting).count()
     }
 
     /// Parts of the held-out prompts that verifiers work on.

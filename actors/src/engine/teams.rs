@@ -69,12 +69,20 @@ impl Team {
 
 /// All teams, by the number of the replica.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Teams(BTreeMap<u16, Team>);
+pub(super) struct Teams {
+    by_replica: BTreeMap<u16, Team>,
+    /// Number of seats when there was last a team for each replica.
+    complete_for: usize,
+}
 
 impl Teams {
+    fn all_formed(&self) -> bool {
+        self.by_replica.values().all(|team| team.stage == Stage::Formed)
+    }
+
     /// A lease needs no answer any more.
     pub(super) fn forget(&mut self, replica: u16, lease: u64, now_ms: u64) {
-        if let Some(team) = self.0.get_mut(&replica)
+        if let Some(team) = self.by_replica.get_mut(&replica)
             && team.leases.remove(&lease).is_some()
         {
             team.progress_ms = now_ms;
@@ -83,7 +91,7 @@ impl Teams {
 
     /// Does not count some time in which the coordinator itself was held up.
     pub(super) fn excuse(&mut self, held_up_ms: u64) {
-        for team in self.0.values_mut() {
+        for team in self.by_replica.values_mut() {
             if let Stage::Forming { since_ms } = &mut team.stage {
                 *since_ms += held_up_ms;
             }
@@ -144,7 +152,7 @@ impl Engine {
 
     /// Whether a replica works.
     pub(super) fn is_formed(&self, replica: u16) -> bool {
-        let team = self.teams.0.get(&replica);
+        let team = self.teams.by_replica.get(&replica);
         team.is_some_and(|team| team.stage == Stage::Formed)
     }
 
@@ -153,9 +161,15 @@ impl Engine {
         if matches!(self.phase, Phase::Leaving | Phase::Finished) {
             return;
         }
+        // With every event, so not without a need: all are formed, and no seat has come since.
+        let seats = self.seats.iter().count();
+        if self.teams.complete_for == seats && self.teams.all_formed() {
+            return;
+        }
+        self.teams.complete_for = seats;
         let (first, now_ms) = (Epoch::first_of(self.launch), self.now_ms);
         for replica in self.replicas() {
-            let team = self.teams.0.entry(replica).or_insert_with(|| Team {
+            let team = self.teams.by_replica.entry(replica).or_insert_with(|| Team {
                 epoch: first,
                 stage: Stage::Apart,
                 leases: BTreeMap::new(),
@@ -191,7 +205,7 @@ impl Engine {
 
     /// The first work of each epoch: nobody trains on the states of shards that do not fit together.
     fn check_team(&mut self, replica: u16) {
-        let Some(turn) = self.teams.0.get_mut(&replica).map(Team::next_turn) else {
+        let Some(turn) = self.teams.by_replica.get_mut(&replica).map(Team::next_turn) else {
             return;
         };
         for seat in self.seats_of_replica(replica) {
@@ -201,7 +215,7 @@ impl Engine {
 
     fn set_stage(&mut self, replica: u16, stage: Stage) {
         let now_ms = self.now_ms;
-        if let Some(team) = self.teams.0.get_mut(&replica) {
+        if let Some(team) = self.teams.by_replica.get_mut(&replica) {
             team.stage = stage;
             team.progress_ms = now_ms;
         }
@@ -227,7 +241,7 @@ impl Engine {
 
     /// TEAM-2: the present epoch of a team is over.
     pub(super) fn disband(&mut self, replica: u16) {
-        let Some(team) = self.teams.0.get_mut(&replica) else {
+        let Some(team) = self.teams.by_replica.get_mut(&replica) else {
             return;
         };
         if team.stage == Stage::Apart {
@@ -254,7 +268,7 @@ impl Engine {
     /// How many teams work.
     pub(super) fn formed_teams(&self) -> usize {
         self.teams
-            .0
+            .by_replica
             .values()
             .filter(|team| team.stage == Stage::Formed)
             .count()
@@ -266,16 +280,18 @@ impl Engine {
     pub(super) fn free_team(&self) -> Option<u16> {
         let most = usize::from(self.settings.pipeline) + 1;
         let heard = |state: &SeatState| self.now_ms < state.last_heard_ms + self.settings.suspect_after_ms;
-        self.teams
-            .0
-            .iter()
-            .filter(|(replica, team)| {
-                team.stage == Stage::Formed
-                    && team.leases.len() < most
-                    && self.all_of_replica(**replica, heard)
-            })
-            .min_by_key(|(replica, team)| (team.leases.len(), **replica))
-            .map(|(&replica, _)| replica)
+        let mut best: Option<(usize, u16)> = None;
+        for (&replica, team) in &self.teams.by_replica {
+            let load = team.leases.len();
+            let is_better = load < best.map_or(most, |(load, _)| load);
+            if team.stage == Stage::Formed && is_better && self.all_of_replica(replica, heard) {
+                best = Some((load, replica));
+                if load == 0 {
+                    break;
+                }
+            }
+        }
+        best.map(|(_, replica)| replica)
     }
 
     /// TEAM-3: the next row of a team. To be called for one that is formed.
@@ -284,7 +300,7 @@ impl Engine {
             .seats_of_replica(replica)
             .map(|seat| (seat, self.seats.get(seat).generation))
             .collect();
-        let team = self.teams.0.get_mut(&replica)?;
+        let team = self.teams.by_replica.get_mut(&replica)?;
         let turn = team.next_turn();
         let lease_of_all = Lease {
             row,
@@ -298,7 +314,7 @@ impl Engine {
     /// A member is done with a row; whether all of them are. TEAM-2: `None` if the lease is over.
     pub(super) fn answered(&mut self, seat: Seat, lease: u64) -> Option<bool> {
         let replica = self.replica_of(seat);
-        let team = self.teams.0.get_mut(&replica)?;
+        let team = self.teams.by_replica.get_mut(&replica)?;
         let known = team.leases.get_mut(&lease)?;
         if !known.unanswered.remove(&seat.index) {
             return None; // said twice
@@ -317,7 +333,7 @@ impl Engine {
         if replica != self.replica_of(from) {
             return;
         }
-        let Some(team) = self.teams.0.get_mut(&replica) else {
+        let Some(team) = self.teams.by_replica.get_mut(&replica) else {
             return;
         };
         // FENCE: links of an older epoch are gone with it.
@@ -332,7 +348,7 @@ impl Engine {
         let now_ms = self.now_ms;
         let broken: Vec<(u16, Seat)> = self
             .teams
-            .0
+            .by_replica
             .iter()
             .filter_map(|(&replica, team)| Some((replica, team.broken_link?)))
             .filter(|(_, (_, _, since_ms))| now_ms >= since_ms + BROKEN_LINK_PATIENCE_MS)
@@ -348,7 +364,7 @@ impl Engine {
         let limit_ms = self.settings.step_timeout_ms;
         let idle: Vec<(u16, RowId, u64)> = self
             .teams
-            .0
+            .by_replica
             .iter()
             .filter_map(|(&replica, team)| {
                 let works = self
@@ -376,7 +392,7 @@ impl Engine {
     /// Members that keep the others waiting for their team to form.
     pub(super) fn late_in_teams(&self) -> Vec<Seat> {
         let mut late = Vec::new();
-        for (&replica, team) in &self.teams.0 {
+        for (&replica, team) in &self.teams.by_replica {
             let Stage::Forming { since_ms } = team.stage else {
                 continue;
             };

@@ -1,6 +1,7 @@
 //! `eaglet bench`: measurements that anybody can repeat on their own machine.
 
 mod coordinator;
+mod end_to_end;
 mod extract;
 mod fabric;
 mod facts;
@@ -35,6 +36,8 @@ pub(crate) enum BenchCommand {
     Fabric(fabric::FabricArgs),
     /// What the coordinator costs as the cluster grows, among simulated ranks.
     Coordinator(coordinator::CoordinatorArgs),
+    /// A whole run, from the launch to the last commit, and how its ranks spend their time.
+    EndToEnd(end_to_end::EndToEndArgs),
     /// Hurt a small cluster again and again: how long until a fault is noticed, and until training goes on.
     Recovery(recovery::RecoveryArgs),
 }
@@ -51,6 +54,7 @@ pub(crate) fn command(command: &BenchCommand) -> Result<Exit> {
         BenchCommand::Extract(arguments) => extract::extract(arguments, out)?,
         BenchCommand::Fabric(arguments) => fabric::fabric(arguments, out)?,
         BenchCommand::Coordinator(arguments) => coordinator::coordinator(arguments, out)?,
+        BenchCommand::EndToEnd(arguments) => return end_to_end::end_to_end(arguments, out),
         BenchCommand::Recovery(arguments) => {
             let mut config = match cluster_file::load(&arguments.cluster, &arguments.sets) {
                 Ok(config) => config,

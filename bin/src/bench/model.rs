@@ -177,13 +177,8 @@ impl Model {
         let begun = Instant::now();
         for (seat, generation) in seats {
             let event = RankEvent::Beat(Beat {
-                sequence: 0,
                 activity: Activity::Computing,
-                activity_age_ms: 0,
-                rss_bytes: 1 << 30,
-                busy_ms: 0,
-                waiting_ms: 0,
-                idle_ms: 0,
+                ..Beat::default()
             });
             self.feed(Event::Rank {
                 seat,

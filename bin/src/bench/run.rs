@@ -16,6 +16,8 @@ use super::interrupt::Interrupt;
 
 /// Longest wait for anything that a healthy cluster does.
 const PATIENCE: Duration = Duration::from_secs(120);
+/// Longest wait for a step of a cluster that is not made small.
+const STEP_PATIENCE: Duration = Duration::from_secs(1800);
 /// Time between two looks.
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 
@@ -37,6 +39,35 @@ struct Metrics {
     commits: Vec<u64>,
     /// Who was lost when.
     losses: Vec<(String, u64, u64)>,
+    /// What stands beside each commit.
+    steps: Vec<StepLine>,
+}
+
+/// A committed step, as `metrics.jsonl` has it.
+#[derive(Clone, Debug)]
+pub(super) struct StepLine {
+    pub(super) unix_ms: u64,
+    pub(super) tokens: u64,
+    /// What each rank has spent since the line before: busy, waiting for peers, waiting for input, in ms.
+    pub(super) ranks: Vec<(String, [u64; 3])>,
+}
+
+impl StepLine {
+    fn read(line: &Value, unix_ms: u64) -> Self {
+        let ranks = line["ranks"].as_array().map(Vec::as_slice).unwrap_or_default();
+        Self {
+            unix_ms,
+            tokens: line["tokens"].as_u64().unwrap_or_default(),
+            ranks: ranks
+                .iter()
+                .map(|rank| {
+                    let spent = ["busy_ms", "waiting_ms", "idle_ms"];
+                    let seat = rank["seat"].as_str().unwrap_or_default().to_owned();
+                    (seat, spent.map(|what| rank[what].as_u64().unwrap_or_default()))
+                })
+                .collect(),
+        }
+    }
 }
 
 impl Run {
@@ -62,6 +93,7 @@ impl Run {
                 rest: Vec::new(),
                 commits: Vec::new(),
                 losses: Vec::new(),
+                steps: Vec::new(),
             },
             folder,
             config: file,
@@ -165,6 +197,41 @@ impl Run {
         })
     }
 
+    /// Waits until the cluster has come to its end by itself; its committed steps.
+    ///
+    /// # Errors
+    /// If it fails, or does nothing for a long time.
+    pub(super) fn finish(&mut self) -> Result<Vec<StepLine>> {
+        let (mut progress, mut seen) = (Instant::now(), 0);
+        loop {
+            self.interrupt.check()?;
+            let child = self.child.as_mut().context("no coordinator runs")?;
+            let status = child.try_wait().context("cannot wait for the cluster")?;
+            // What it wrote before it ended is there now.
+            self.metrics.read()?;
+            match status {
+                Some(status) if status.success() => {
+                    self.child = None;
+                    return Ok(std::mem::take(&mut self.metrics.steps));
+                }
+                Some(status) => {
+                    let said = std::fs::read_to_string(self.errors()).unwrap_or_default();
+                    bail!("the cluster ended ({status}): {}", said.trim());
+                }
+                None => {}
+            }
+            if self.metrics.commits.len() > seen {
+                (progress, seen) = (Instant::now(), self.metrics.commits.len());
+            }
+            ensure!(
+                progress.elapsed() < STEP_PATIENCE,
+                "no step was committed for {} s",
+                STEP_PATIENCE.as_secs()
+            );
+            std::thread::sleep(LOOK_INTERVAL);
+        }
+    }
+
     fn wait<T>(&mut self, what: &str, look: impl Fn(&Metrics) -> Option<T>) -> Result<T> {
         let begun = Instant::now();
         loop {
@@ -229,6 +296,7 @@ impl Metrics {
                 self.losses.push((seat, generation, unix_ms));
             } else if line.get("loss").is_some() {
                 self.commits.push(unix_ms);
+                self.steps.push(StepLine::read(&line, unix_ms));
             }
         }
         Ok(())

@@ -13,6 +13,7 @@
 //!   lanes: copies of the segments of others while they are being sent, and one segment for the sum.
 
 use std::fmt;
+use std::ops::Range;
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
@@ -159,6 +160,9 @@ pub struct SeatOrderedReduce {
     result: Option<Vec<f32>>,
     /// Contributions to the own segment that wait for their turn, in the order of `shape.lanes`.
     waiting: Vec<Option<Bytes>>,
+    /// Elements of each segment that this seat's lanes have not brought in, in the order of `shape.lanes`; none for lanes
+    /// of others.
+    missing: Vec<Vec<usize>>,
     /// Lanes whose contributions are in the sum; the next turn is the one after them.
     added: usize,
     sum: Vec<f32>,
@@ -190,11 +194,26 @@ impl SeatOrderedReduce {
         let finished = (0..members)
             .map(|segment| segments.range(segment).is_empty())
             .collect();
+        let lengths: Vec<usize> = (0..members)
+            .map(|segment| segments.range(segment).len())
+            .collect();
+        let missing = shape
+            .lanes
+            .iter()
+            .map(|&(_, owner)| {
+                if owner == shape.own {
+                    lengths.clone()
+                } else {
+                    Vec::new()
+                }
+            })
+            .collect();
         Ok(Self {
             segments,
             place: place as u16,
             result: None,
             waiting: vec![None; shape.lanes.len()],
+            missing,
             added: 0,
             sum: Vec::new(),
             finished,
@@ -209,9 +228,34 @@ impl SeatOrderedReduce {
     /// # Errors
     /// If its length is not the agreed one, or the lane is not this seat's or was brought in before.
     pub fn contribute(&mut self, lane: u16, gradient: &[f32]) -> Result<Vec<Outgoing>, CollectiveError> {
+        self.contribute_part(lane, 0..self.shape.elements, gradient)
+    }
+
+    /// As [`Self::contribute`], of a stretch of the gradient that is final while the rest is still computed. A segment is
+    /// to be sent as soon as all of it is final. Stretches must not overlap.
+    ///
+    /// # Errors
+    /// As [`Self::contribute`].
+    pub fn contribute_part(
+        &mut self,
+        lane: u16,
+        part: Range<usize>,
+        gradient: &[f32],
+    ) -> Result<Vec<Outgoing>, CollectiveError> {
         let own = self.shape.own;
+        let overlap = |segment: u16| {
+            let range = self.segments.range(segment);
+            part.end
+                .min(range.end)
+                .saturating_sub(part.start.max(range.start))
+        };
         let turn = self.turn_of(lane).filter(|&turn| {
-            self.shape.lanes[turn].1 == own && self.waiting[turn].is_none() && self.result.is_none()
+            let missing = &self.missing[turn];
+            let fits = (0..)
+                .zip(missing)
+                .all(|(segment, &missing)| overlap(segment) <= missing);
+            let is_whole = missing.iter().all(|&missing| missing == 0) && self.waiting[turn].is_some();
+            self.shape.lanes[turn].1 == own && fits && !is_whole && self.result.is_none()
         });
         let Some(turn) = turn else {
             return Err(CollectiveError::Lane { own, lane });
@@ -222,12 +266,16 @@ impl SeatOrderedReduce {
                 wanted: self.shape.elements,
             });
         }
+        let brought: Vec<usize> = (0..self.segments.seats()).map(overlap).collect();
         let mut outgoing = Vec::new();
         for (segment, &seat) in (0..).zip(&self.shape.members) {
-            let range = self.segments.range(segment);
-            if range.is_empty() {
+            let brought = brought[usize::from(segment)];
+            let missing = &mut self.missing[turn][usize::from(segment)];
+            *missing -= brought;
+            if brought == 0 || *missing > 0 {
                 continue;
             }
+            let range = self.segments.range(segment);
             let bytes = bytes_of_f32(gradient[range].to_vec());
             if seat == own {
                 self.waiting[turn] = Some(bytes);
@@ -240,7 +288,8 @@ impl SeatOrderedReduce {
                 });
             }
         }
-        if self.waiting[turn].is_none() {
+        let is_whole = self.missing[turn].iter().all(|&missing| missing == 0);
+        if is_whole && self.waiting[turn].is_none() {
             // The own segment is empty; the lane is still known to be brought in.
             self.waiting[turn] = Some(Bytes::new());
         }
@@ -256,7 +305,10 @@ impl SeatOrderedReduce {
         let own = self.shape.own;
         let missing = (0..)
             .zip(&self.shape.lanes)
-            .any(|(turn, &(_, owner)): (usize, _)| owner == own && self.waiting[turn].is_none());
+            .any(|(turn, &(_, owner)): (usize, _)| {
+                let is_whole = self.missing[turn].iter().all(|&missing| missing == 0);
+                owner == own && (self.waiting[turn].is_none() || !is_whole)
+            });
         if self.result.is_some() || missing {
             return Err(CollectiveError::Start);
         }

@@ -50,6 +50,34 @@ fn reduce(elements: usize, members: &[u16], own: u16, lanes: &[(u16, u16)]) -> S
     .expect("own is a member")
 }
 
+/// Segments leave as soon as they are final, whatever the order of the stretches, and hold what a whole gradient gives.
+#[test]
+fn segments_leave_when_they_are_final() {
+    let gradient = &gradients(1, 200, 7)[0];
+    let whole = reduce(200, &[0, 1, 2], 1, &[(0, 1), (1, 2)])
+        .contribute(0, gradient)
+        .expect("its lane");
+    assert_eq!(whole.len(), 2);
+    let mut parts = reduce(200, &[0, 1, 2], 1, &[(0, 1), (1, 2)]);
+    let mut give = |range: std::ops::Range<usize>| parts.contribute_part(0, range, gradient);
+    // Segments are 0..64, 64..128 and 128..200.
+    assert_eq!(give(100..190), Ok(Vec::new()));
+    assert!(give(120..130).is_err(), "that is here already");
+    assert_eq!(give(0..60), Ok(Vec::new()));
+    assert_eq!(give(190..200), Ok(vec![whole[1].clone()]));
+    assert_eq!(give(62..100), Ok(Vec::new()));
+    assert_eq!(give(60..62), Ok(vec![whole[0].clone()]));
+    assert!(give(0..1).is_err() && give(0..200).is_err(), "all is here");
+    assert!(parts.start(vec![0.0; 200]).is_ok());
+    let mut early = reduce(200, &[0, 1, 2], 1, &[(0, 1), (1, 2)]);
+    early.contribute_part(0, 64..200, gradient).expect("its lane");
+    assert_eq!(
+        early.start(vec![0.0; 200]),
+        Err(CollectiveError::Start),
+        "a stretch is missing"
+    );
+}
+
 /// Something that may happen next.
 enum Event {
     Contribute(u16, u16),

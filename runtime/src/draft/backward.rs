@@ -22,8 +22,15 @@ fn half_mut(weight: &mut [f32], hidden: usize, half: Half) -> MatrixMut<'_> {
 }
 
 impl<D: Device> Pass<'_, D> {
-    /// Fills `gradient` from `deltas.head_input`, the gradient of what the head read. Overwrites gate and up.
-    pub(super) fn backward(&self, a: &mut Activations, d: &mut Deltas, gradient: &mut [f32]) {
+    /// Fills `gradient` from `deltas.head_input`, the gradient of what the head read. Overwrites gate and up. Tells
+    /// `on_final` of each stretch that nothing is added to any more.
+    pub(super) fn backward(
+        &self,
+        a: &mut Activations,
+        d: &mut Deltas,
+        gradient: &mut [f32],
+        on_final: &mut dyn FnMut(Range<usize>, &[f32]),
+    ) {
         gradient.fill(0.0);
         for buffer in [
             &mut d.k,
@@ -41,9 +48,27 @@ impl<D: Device> Pass<'_, D> {
             self.rotate_backward(step, a, d, gradient);
             self.project_hidden_backward(step, a, d, gradient);
         }
+        let places = &self.core.layout.places;
+        let mut tell = |gradient: &[f32], places: &[&Range<usize>]| {
+            for place in places.iter().filter(|place| !place.is_empty()) {
+                on_final((*place).clone(), gradient);
+            }
+        };
+        let norms = [
+            &places.norm,
+            &places.post_norm,
+            &places.hidden_norm,
+            &places.q_norm,
+            &places.k_norm,
+        ];
+        tell(gradient, &norms);
         self.weights_backward(a, d, gradient);
+        tell(gradient, &[&places.down, &places.up, &places.gate, &places.o]);
         self.project_tokens_backward(a, d, gradient);
+        tell(gradient, &[&places.input_norm, &places.v, &places.k, &places.q]);
         self.combine_aux_states_backward(a, d, gradient);
+        tell(gradient, &[&places.fc]);
+        tell(gradient, &places.fc_norms.iter().collect::<Vec<_>>());
     }
 
     fn mlp_backward(&self, step: usize, a: &mut Activations, d: &mut Deltas, gradient: &mut [f32]) {

@@ -1,5 +1,6 @@
 //! The draft as a trainer sees it: gradients and metrics of a row, and acceptance.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use smallvec::smallvec;
@@ -181,6 +182,21 @@ impl<D: Device> Draft<D> {
         batch: &DraftBatch,
         gradient: &mut [f32],
     ) -> Result<StepMetrics, DraftError> {
+        self.gradient_with(parameters, batch, gradient, |_, _| ())
+    }
+
+    /// As [`Self::gradient`]; `on_final` is told of each stretch of the gradient as soon as it is final, in the order in which
+    /// that happens, with the gradient as it is then. The stretches cover all parameters, each of them once.
+    ///
+    /// # Errors
+    /// As [`Self::gradient`].
+    pub fn gradient_with(
+        &mut self,
+        parameters: &[f32],
+        batch: &DraftBatch,
+        gradient: &mut [f32],
+        mut on_final: impl FnMut(Range<usize>, &[f32]) + Send,
+    ) -> Result<StepMetrics, DraftError> {
         self.core.check(parameters, batch)?;
         let expected = self.core.layout.len();
         if gradient.len() != expected {
@@ -194,6 +210,7 @@ impl<D: Device> Draft<D> {
         let steps = self.core.training.ttt_steps;
         if self.plan.active.is_empty() {
             gradient.fill(0.0);
+            on_final(0..expected, gradient);
             return Ok(StepMetrics {
                 steps: smallvec![TttMetrics::default(); steps],
                 ..StepMetrics::default()
@@ -218,7 +235,7 @@ impl<D: Device> Draft<D> {
         Ok(pass.core.device.install(|| {
             pass.forward(activations);
             let metrics = pass.loss(activations, Some(deltas), head);
-            pass.backward(activations, deltas, gradient);
+            pass.backward(activations, deltas, gradient, &mut on_final);
             metrics
         }))
     }

@@ -338,6 +338,39 @@ fn gradients_of_every_switch_are_slopes_of_the_loss() {
     });
 }
 
+/// What is called final is not written again, and all parameters are called final once.
+#[test]
+fn each_parameter_becomes_final_once() {
+    for layer in [LayerKind::Llama, LayerKind::Qwen3] {
+        for (norm_before_fc, fc_norm) in [(false, false), (true, false), (false, true)] {
+            let mut draft = draft(
+                DraftSpec {
+                    layer,
+                    norm_before_fc,
+                    fc_norm,
+                    ..spec()
+                },
+                1,
+            );
+            let parameters = parameters(draft.layout());
+            let mut gradient = vec![f32::NAN; parameters.len()];
+            let mut times = vec![0; parameters.len()];
+            let mut told = Vec::new();
+            draft
+                .gradient_with(&parameters, &batch(None), &mut gradient, |range, gradient| {
+                    times[range.clone()].iter_mut().for_each(|times| *times += 1);
+                    told.push((range.clone(), gradient[range].to_vec()));
+                })
+                .expect("a gradient");
+            assert!(times.iter().all(|&times| times == 1), "{layer:?}");
+            for (range, values) in &told {
+                assert_eq!(values[..], gradient[range.clone()], "{layer:?}, {range:?}");
+            }
+            assert!(told.len() > 10, "not all at the end");
+        }
+    }
+}
+
 #[test]
 fn unmasked_rows_have_no_loss_and_no_gradient() {
     let mut row = batch(None);

@@ -129,7 +129,24 @@ impl DraftWorker {
                 .rows
                 .get(id)
                 .ok_or_else(|| RankFault::passing(format!("the {id} is gone")))?;
-            let mut metrics = replica.gradient(row, gradient).map_err(RankFault::passing)?;
+            // Segments leave as soon as they are final, while the rest is still computed.
+            let mut unsent = None;
+            let on_final = |part, gradient: &[f32]| {
+                if unsent.is_none() {
+                    let outgoing = reduce.contribute_part(lane, part, gradient);
+                    unsent = match outgoing.map(|outgoing| group.post(step, outgoing)) {
+                        Ok(Ok(())) => None,
+                        Ok(Err(error)) => Some(RankFault::passing(error)),
+                        Err(error) => Some(RankFault::passing(error)),
+                    };
+                }
+            };
+            let mut metrics = replica
+                .gradient(row, gradient, on_final)
+                .map_err(RankFault::passing)?;
+            if let Some(fault) = unsent {
+                return Err(fault);
+            }
             if let (Some(Damage::Nan), Some(value)) =
                 (faults::reach(Point::Computed, Some(step))?, gradient.first_mut())
             {
@@ -145,8 +162,6 @@ impl DraftWorker {
                 "gradient computed"
             );
             lanes.push(metrics);
-            let outgoing = reduce.contribute(lane, gradient).map_err(RankFault::passing)?;
-            group.post(step, outgoing).map_err(RankFault::passing)?;
         }
         if !left.is_empty() {
             return Ok(());

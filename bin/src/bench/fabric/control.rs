@@ -90,11 +90,7 @@ async fn round_trips(dialed: &mut Dialed, count: usize, plan: &Plan<'_>) -> Resu
         let beat = Beat {
             sequence,
             activity: Activity::Computing,
-            activity_age_ms: 0,
-            rss_bytes: 0,
-            busy_ms: 0,
-            waiting_ms: 0,
-            idle_ms: 0,
+            ..Beat::default()
         };
         let begun = Instant::now();
         dialed
