@@ -2,6 +2,7 @@
 
 use eaglet_runtime::checkpoint::ExportInfo;
 use eaglet_runtime::contract::Contract;
+use eaglet_runtime::device::Products;
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::draft::{DraftSpec, TrainingSpec};
 use eaglet_runtime::optimizer::AdamWSpec;
@@ -224,10 +225,18 @@ fn decisive(config: &ClusterConfig) -> Result<Value, serde_json::Error> {
         // Sums over slices have other bits. Stages have not, and whole layers go without saying, as they always have.
         verifier["tensor"] = config.verifier.tensor.into();
     }
+    // Products in f32 go without saying, too.
+    let mut draft = serde_json::to_value(&config.draft)?;
+    if let (Products::F32, Some(draft)) = (config.draft.products, draft.as_object_mut()) {
+        draft.shift_remove("products");
+    }
+    if config.verifier.products != Products::F32 {
+        verifier["products"] = serde_json::to_value(config.verifier.products)?;
+    }
     Ok(serde_json::json!({
         "run": { "seed": config.run.seed },
         "verifier": verifier,
-        "draft": serde_json::to_value(&config.draft)?,
+        "draft": draft,
         "training": serde_json::to_value(training)?,
         "samples": serde_json::to_value(samples)?,
     }))

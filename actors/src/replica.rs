@@ -115,7 +115,7 @@ impl Replica {
                 return Err(ReplicaError::NotFinite { path, tensor });
             }
         }
-        let device = Arc::new(Cpu::new(threads)?);
+        let device = Arc::new(Cpu::with_products(threads, config.draft.products)?);
         let head: Arc<[f32]> = parts.head_rows.into();
         let frozen = FrozenWeights {
             embed: parts.embedding.into(),

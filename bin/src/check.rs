@@ -174,7 +174,7 @@ fn about(report: &Report, out: &mut dyn Write) -> Result<()> {
 
 /// Columns of the table of ranks, and what is summed in each.
 const COLUMNS: [(&str, &[Use]); 7] = [
-    ("weights", &[Use::Weights, Use::Frozen]),
+    ("weights", &[Use::Weights, Use::PackedWeights, Use::Frozen]),
     ("state", &[Use::OptimizerState]),
     ("gradients", &[Use::Gradient]),
     ("exchange", &[Use::Exchange]),

@@ -4,6 +4,7 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use eaglet_runtime::device::{Cpu, Products};
 use eaglet_tests::report::{BAD_INPUT, check, findings, is_told, report, text};
 use eaglet_tests::{Cluster, eaglet, repository};
 use serde_json::{Value, json};
@@ -363,6 +364,26 @@ fn warnings_are_no_problems_unless_they_are_asked_to_be() {
     let strict = check(&demo(), &[&sets[..], &["--strict"]].concat());
     assert_eq!(strict.status.code(), Some(BAD_INPUT));
     assert!(text(&strict).contains("--strict asks for no warnings"));
+}
+
+#[test]
+fn bf16_products_are_planned_for_with_amx_and_a_warning_without() {
+    let folder = folder();
+    let directory = run_directory(folder.path());
+    let (code, report) = report(&demo(), &["--set", &directory, "--set", "verifier.products=bf16"]);
+    assert_eq!(code, Some(0));
+    let parts = report["ranks"][0]["memory"].as_array().expect("a list");
+    let packed = parts.iter().find(|part| part["use"] == "packed_weights");
+    let packed = packed.and_then(|part| part["bytes"].as_u64()).expect("a part");
+    match Cpu::kernel_for(Products::Bf16) {
+        // All matrices of the demo's verifier are bf16.
+        Ok(_) => assert!((3_300_000..=2 * 1_706_112).contains(&packed), "{packed} bytes"),
+        Err(reason) => {
+            assert_eq!(packed, 0);
+            let words = ["verifier.products = \"bf16\" needs AMX", &reason.to_string()];
+            is_told(&findings(&report, "warnings"), &words);
+        }
+    }
 }
 
 #[test]

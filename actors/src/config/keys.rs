@@ -49,6 +49,7 @@ const fn key(path: &'static str, kind: Kind) -> Key {
 
 const COUNT: Kind = Kind::Integer(1, 1 << 31);
 const COUNT_OR_ZERO: Kind = Kind::Integer(0, 1 << 31);
+const PRODUCTS: Kind = Kind::Choice(&["f32", "bf16"]);
 const TIME_MS: Kind = Kind::Integer(1, 86_400_000);
 const TIME_S: Kind = Kind::Integer(1, 604_800);
 
@@ -64,6 +65,7 @@ pub(crate) const KEYS: &[Key] = &[
     key("verifier.name", Kind::Text),
     key("verifier.aux_layers", Kind::Integers(0, 4096)),
     key("verifier.hidden_dtype", Kind::Choice(&["bf16", "f32"])),
+    key("verifier.products", PRODUCTS),
     key("verifier.pipeline", Kind::Integer(1, 1024)),
     key("verifier.tensor", Kind::Integer(1, 1024)),
     key("draft.arch", Kind::Choice(&["llama", "qwen3"])),
@@ -77,6 +79,7 @@ pub(crate) const KEYS: &[Key] = &[
     key("draft.fc_norm", Kind::Bool),
     key("draft.norm_output", Kind::Bool),
     key("draft.sliding_window", COUNT_OR_ZERO),
+    key("draft.products", PRODUCTS),
     key("training.ttt_steps", Kind::Integer(1, 16)),
     key("training.step_loss_decay", Kind::FloatAbove(0.0, 1.0)),
     key("training.passes", COUNT),

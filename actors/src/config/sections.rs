@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use eaglet_runtime::contract::HiddenDtype;
+use eaglet_runtime::device::Products;
 use eaglet_runtime::draft::LayerKind;
 use eaglet_runtime::hub::HubModel;
 use eaglet_runtime::ids::{Role, Seat};
@@ -55,6 +56,9 @@ pub struct VerifierConfig {
     pub aux_layers: Option<Vec<u32>>,
     /// Element type of hidden states in transit: `bf16` or `f32`. Default `bf16`.
     pub hidden_dtype: HiddenDtype,
+    /// What operands of its products are rounded to: `f32`, nothing; or `bf16`, on machines with AMX, and else a warning and
+    /// nothing. Default `f32`.
+    pub products: Products,
     /// Stages that its layers are cut into, one after the other, each on a rank of its own. The weights of the draft do not
     /// depend on it. Default 1.
     pub pipeline: u16,
@@ -78,6 +82,7 @@ impl Default for VerifierConfig {
             name: None,
             aux_layers: None,
             hidden_dtype: HiddenDtype::Bf16,
+            products: Products::F32,
             pipeline: 1,
             tensor: 1,
         }
@@ -123,6 +128,9 @@ pub struct DraftConfig {
     pub norm_output: bool,
     /// Tokens that attention looks back; 0 is full attention. Default 2048.
     pub sliding_window: usize,
+    /// What operands of its products are rounded to, in training too; as `verifier.products`. Weights, moments and gradients
+    /// are f32 either way. Default `f32`.
+    pub products: Products,
 }
 
 impl Default for DraftConfig {
@@ -139,6 +147,7 @@ impl Default for DraftConfig {
             fc_norm: false,
             norm_output: true,
             sliding_window: 2048,
+            products: Products::F32,
         }
     }
 }

@@ -1,9 +1,11 @@
 use std::fs;
 
+use eaglet_runtime::device::Products;
 use serde_json::Value as Json;
 use tempfile::TempDir;
 
 use super::*;
+use crate::recipe;
 
 /// The smallest cluster file that loads; each test spoils it.
 const GOOD: &str = r#"[run]
@@ -122,6 +124,28 @@ fn keys_are_the_fields_of_the_sections_in_order_and_defaults_are_allowed() {
     }
     let known: Vec<_> = keys::KEYS.iter().map(|key| key.path.to_owned()).collect();
     assert_eq!(fields, known);
+}
+
+#[test]
+fn products_are_f32_unless_said_and_decide_the_weights() {
+    let plain = load(GOOD);
+    let products = |config: &ClusterConfig| (config.verifier.products, config.draft.products);
+    assert_eq!(products(&plain), (Products::F32, Products::F32));
+    let said = load(&format!("{GOOD}[draft]\nproducts = \"bf16\"\n"));
+    assert_eq!(products(&said), (Products::F32, Products::Bf16));
+    let (mut verifier, mut draft) = (plain.clone(), plain.clone());
+    verifier.verifier.products = Products::Bf16;
+    draft.draft.products = Products::Bf16;
+    for (key, other) in [("verifier.products", verifier), ("draft.products", draft)] {
+        assert_eq!(recipe::differing_keys(&plain, &other), [key]);
+        assert_eq!(recipe::differing_keys(&other, &plain), [key]);
+        assert_ne!(recipe::digest(&other), recipe::digest(&plain));
+    }
+    let wrong = problems_with("[draft]\nproducts = \"fp16\"\n");
+    assert!(
+        wrong[0].contains("draft.products must be one of \"f32\", \"bf16\""),
+        "{wrong:?}"
+    );
 }
 
 /// JSON scalars and lists of them are TOML as they stand.

@@ -34,7 +34,7 @@ use std::time::Duration;
 
 use eaglet_runtime::contract::Contract;
 use eaglet_runtime::control::transport::TransportError;
-use eaglet_runtime::device::ProductRates;
+use eaglet_runtime::device::{Cpu, ProductRates};
 use eaglet_runtime::hidden_files::{HiddenFiles, HiddenWriter};
 use eaglet_runtime::samples::ChatTokenizer;
 use eaglet_runtime::verifier::VerifierFiles;
@@ -207,9 +207,12 @@ pub fn check(survey: &Survey, cluster: &str, options: &CheckOptions) -> Report {
         report.supply = plan.supply(options.machine, |rows, inputs, outputs| {
             match options.flops_per_s {
                 Some(given) => Some(plan::Rates::given(given)),
-                None => ProductRates::measure(rows, inputs, outputs, CALIBRATION)
-                    .ok()
-                    .map(plan::Rates::measured),
+                None => {
+                    let products = (config.draft.products, config.verifier.products);
+                    ProductRates::measure((rows, inputs, outputs), products, CALIBRATION)
+                        .ok()
+                        .map(plan::Rates::measured)
+                }
             }
         });
         report.links = plan.links(report.supply.as_ref());
@@ -255,6 +258,7 @@ fn look_around(foundation: &Foundation, findings: &mut Findings<'_>) {
     let survey = findings.survey();
     let config = &survey.config;
     look_at_hidden_states(foundation, findings);
+    look_at_products(findings);
     if !survey.is_rejected("run") && !config.run.name.is_empty() {
         let settings = foundation
             .contract
@@ -276,6 +280,24 @@ fn look_around(foundation: &Foundation, findings: &mut Findings<'_>) {
         let address = config.run.listen.to_string();
         let error = TransportError::Listen { address, source };
         findings.add(Severity::Fatal, Topic::Port, "run.listen", error.to_string());
+    }
+}
+
+/// Tells what bf16 products come to on this machine.
+fn look_at_products(findings: &mut Findings<'_>) {
+    let config = &findings.survey().config;
+    let wanted = [
+        ("verifier.products", config.verifier.products, Topic::Verifier),
+        ("draft.products", config.draft.products, Topic::Draft),
+    ];
+    for (key, products, topic) in wanted {
+        if let Err(reason) = Cpu::kernel_for(products) {
+            let text = format!(
+                "{key} = \"bf16\" needs AMX, and {reason}: products are computed in f32 here, which gives other bits than \
+                 machines with AMX and takes longer; take \"f32\" to have the same everywhere"
+            );
+            findings.add(Severity::Warning, topic, key, text);
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! Which part of which verifier each verifier rank holds, and what that part costs.
 
-use eaglet_runtime::verifier::{LayoutProblem, Shard, ShardCost, VerifierFiles};
+use eaglet_runtime::verifier::{LayoutProblem, Need, Shard, ShardCost, VerifierFiles};
 
 use super::report::ShardPlan;
 
@@ -15,6 +15,8 @@ pub(crate) struct ShardFiles {
     pub(crate) parameters: u64,
     /// Their bytes as they are stored.
     pub(crate) bytes: u64,
+    /// Bytes that those of them take in bf16 which are matrices of floats, and so may be packed for AMX.
+    pub(crate) packable_bytes: u64,
     /// What is wrong with them.
     pub(crate) problems: Vec<LayoutProblem>,
 }
@@ -31,6 +33,7 @@ impl ShardFiles {
                     tensors: needs.len() as u64,
                     parameters: needs.iter().map(|need| need.parameters).sum(),
                     bytes: needs.iter().map(|need| need.bytes).sum(),
+                    packable_bytes: needs.iter().map(packable_bytes).sum(),
                     problems,
                 }
             })
@@ -48,6 +51,17 @@ impl ShardFiles {
             first_layer: cost.layers.start,
             end_layer: cost.layers.end,
         }
+    }
+}
+
+/// Quantised weights stay as they are. An embedding is counted with them though it is not multiplied by: it may be the
+/// head, too.
+fn packable_bytes(need: &Need) -> u64 {
+    let is_float = need.bytes == 2 * need.parameters || need.bytes == 4 * need.parameters;
+    if need.shape.len() > 1 && is_float {
+        2 * need.parameters
+    } else {
+        0
     }
 }
 
@@ -69,6 +83,26 @@ mod tests {
             cache_bytes_per_token: 0,
             logit_bytes_per_prompt: 0,
             flops_per_token: 0.0,
+        }
+    }
+
+    #[test]
+    fn matrices_of_floats_are_packed_in_bf16_and_nothing_else_is() {
+        let need = |shape: &[usize], bytes| Need {
+            name: String::new(),
+            shape: shape.to_vec(),
+            bytes,
+            parameters: shape.iter().product::<usize>() as u64,
+        };
+        let cases = [
+            (need(&[6, 10], 120), 120), // bf16
+            (need(&[6, 10], 240), 120), // f32
+            (need(&[2, 3, 10], 120), 120),
+            (need(&[6, 10], 60), 0), // one byte each
+            (need(&[60], 120), 0),
+        ];
+        for (need, bytes) in cases {
+            assert_eq!(packable_bytes(&need), bytes, "{need:?}");
         }
     }
 

@@ -4,11 +4,12 @@
 //! something will take.
 
 use std::ops::Range;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use half::bf16;
 
-use super::{Cpu, Device, Matrix, MatrixMut, StoredMatrix, ThreadsError, widen_bf16};
+use super::{Cpu, Device, Matrix, MatrixMut, PackedMatrix, Products, StoredMatrix, ThreadsError, widen_bf16};
 
 /// Larger sides are measured as if they had this length: products of that size have reached their rate.
 const LONGEST_SIDE: usize = 1024;
@@ -18,24 +19,23 @@ const MOST_ROWS: usize = 256;
 /// Floating-point operations per second of one thread, a multiply-add counted as two.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ProductRates {
-    /// With f32 weights, as a draft computes.
-    pub f32_flops_per_s: f64,
-    /// With bf16 weights that are unpacked tile by tile, as a verifier computes. Other packed forms take longer.
-    pub bf16_flops_per_s: f64,
+    /// With f32 weights that change, as a draft computes.
+    pub draft_flops_per_s: f64,
+    /// With bf16 weights that stay, as a verifier computes. Other packed forms take longer.
+    pub verifier_flops_per_s: f64,
 }
 
 impl ProductRates {
-    /// Measures products `[rows, inputs] · [inputs, outputs]` on one thread for about `budget`.
+    /// Measures products `[rows, inputs] · [inputs, outputs]` of a draft and of a verifier on one thread each for about
+    /// `budget` together.
     ///
     /// # Errors
-    /// If the thread cannot be started.
+    /// If a thread cannot be started.
     pub fn measure(
-        rows: usize,
-        inputs: usize,
-        outputs: usize,
+        (rows, inputs, outputs): (usize, usize, usize),
+        (draft, verifier): (Products, Products),
         budget: Duration,
     ) -> Result<Self, ThreadsError> {
-        let device = Cpu::new(1)?;
         let rows = rows.clamp(1, MOST_ROWS);
         let (inputs, outputs) = (inputs.clamp(1, LONGEST_SIDE), outputs.clamp(1, LONGEST_SIDE));
         let x = values(rows * inputs);
@@ -43,24 +43,28 @@ impl ProductRates {
         let packed = Packed {
             values: wide.iter().copied().map(bf16::from_f32).collect(),
             cols: inputs,
+            kept: OnceLock::new(),
         };
         let mut y = vec![0.0; rows * outputs];
         let flops = 2.0 * rows as f64 * inputs as f64 * outputs as f64;
-        let mut rate = |product: &mut (dyn FnMut(MatrixMut<'_>, Matrix<'_>) + Send)| {
+        type Product<'p> = &'p (dyn Fn(&Cpu, MatrixMut<'_>, Matrix<'_>) + Sync);
+        let mut rate = |products: Products, product: Product<'_>| -> Result<f64, ThreadsError> {
+            let device = Cpu::with_products(1, products)?;
             let shortest = device.install(|| {
                 shortest(budget / 2, || {
                     product(
+                        &device,
                         MatrixMut::new(&mut y, rows, outputs),
                         Matrix::new(&x, rows, inputs),
                     );
                 })
             });
-            flops / shortest.as_secs_f64()
+            Ok(flops / shortest.as_secs_f64())
         };
-        let weights = Matrix::new(&wide, outputs, inputs);
+        let weights = Matrix::new(&wide, outputs, inputs).transposed();
         Ok(Self {
-            f32_flops_per_s: rate(&mut |y, x| device.gemm(y, x, weights.transposed(), 1.0, false)),
-            bf16_flops_per_s: rate(&mut |y, x| device.gemm_stored(y, x, &packed, false)),
+            draft_flops_per_s: rate(draft, &|device, y, x| device.gemm(y, x, weights, 1.0, false))?,
+            verifier_flops_per_s: rate(verifier, &|device, y, x| device.gemm_stored(y, x, &packed, false))?,
         })
     }
 }
@@ -70,6 +74,7 @@ impl ProductRates {
 struct Packed {
     values: Vec<bf16>,
     cols: usize,
+    kept: OnceLock<PackedMatrix>,
 }
 
 impl StoredMatrix for Packed {
@@ -83,6 +88,14 @@ impl StoredMatrix for Packed {
 
     fn in_place(&self) -> Option<Matrix<'_>> {
         None
+    }
+
+    fn in_place_bf16(&self) -> Option<Matrix<'_, bf16>> {
+        Some(Matrix::new(&self.values, self.rows(), self.cols))
+    }
+
+    fn packed(&self) -> Option<&OnceLock<PackedMatrix>> {
+        Some(&self.kept)
     }
 
     fn unpack(&self, rows: Range<usize>, out: &mut [f32]) {
@@ -117,10 +130,11 @@ mod tests {
 
     #[test]
     fn rates_are_measured_for_any_size() {
-        for (rows, inputs, outputs) in [(0, 1, 1), (3, 70, 5), (64, 4096, 96)] {
-            let rates = ProductRates::measure(rows, inputs, outputs, Duration::from_millis(2))
-                .expect("a thread is left");
-            for rate in [rates.f32_flops_per_s, rates.bf16_flops_per_s] {
+        for shape in [(0, 1, 1), (3, 70, 5), (64, 4096, 96)] {
+            let products = (Products::F32, Products::Bf16);
+            let rates =
+                ProductRates::measure(shape, products, Duration::from_millis(2)).expect("a thread is left");
+            for rate in [rates.draft_flops_per_s, rates.verifier_flops_per_s] {
                 assert!(rate.is_finite() && rate > 0.0, "{rates:?}");
             }
         }

@@ -5,8 +5,8 @@
 
 /// A read-only matrix with any strides.
 #[derive(Clone, Copy, Debug)]
-pub struct Matrix<'a> {
-    pub(crate) data: &'a [f32],
+pub struct Matrix<'a, T = f32> {
+    pub(crate) data: &'a [T],
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) row_stride: usize,
@@ -21,13 +21,13 @@ fn reach(rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> usiz
     }
 }
 
-impl<'a> Matrix<'a> {
+impl<'a, T: Copy> Matrix<'a, T> {
     /// All of `data` as `[rows, cols]`.
     ///
     /// # Panics
     /// If `data` is not exactly `rows · cols` long.
     #[track_caller]
-    pub fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
+    pub fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
         assert_eq!(data.len(), rows * cols, "a matrix of {rows} x {cols}");
         Self {
             data,
@@ -43,7 +43,7 @@ impl<'a> Matrix<'a> {
     /// # Panics
     /// If the matrix does not fit into `data`.
     #[track_caller]
-    pub fn strided(data: &'a [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+    pub fn strided(data: &'a [T], rows: usize, cols: usize, row_stride: usize) -> Self {
         assert!(
             row_stride >= cols,
             "rows of {cols} overlap at stride {row_stride}"
@@ -88,7 +88,7 @@ impl<'a> Matrix<'a> {
     /// # Panics
     /// If the row is out of range or the view is a transpose.
     #[track_caller]
-    pub fn row(&self, row: usize) -> &'a [f32] {
+    pub fn row(&self, row: usize) -> &'a [T] {
         assert!(
             row < self.rows && self.col_stride == 1,
             "row {row} of {}",

@@ -16,6 +16,7 @@ mod calibration;
 mod cpu;
 mod limits;
 mod matrix;
+mod products;
 mod rotary;
 mod routing;
 mod stored;
@@ -24,9 +25,10 @@ mod timed;
 pub use attention::{Attention, AttentionGradients, AttentionInputs, AttentionPlan, AttentionShape};
 pub use calibration::ProductRates;
 pub(crate) use cpu::widen_bf16;
-pub use cpu::{Cpu, ThreadsError};
+pub use cpu::{Cpu, NoAmx, PackedMatrix, ThreadsError};
 pub use limits::MachineLimits;
 pub use matrix::{Matrix, MatrixMut};
+pub use products::{ProductKernel, Products};
 pub use rotary::{Pairing, RotaryTable, Turn};
 pub use routing::{ExpertGroups, Routing, Scoring};
 pub use stored::StoredMatrix;
@@ -93,6 +95,11 @@ pub trait Device: Send + Sync + 'static {
     /// Says which part of the work comes next: for profilers, and for [`Timed`]. Changes nothing else.
     fn stage(&self, _name: &'static str) {}
 
+    /// What operands of products are really rounded to.
+    fn products(&self) -> Products {
+        Products::F32
+    }
+
     /// `c = alpha · a·b`, or `c += alpha · a·b` with `accumulate`; `c` `[m, n]`, `a` `[m, k]`, `b` `[k, n]`.
     ///
     /// Transposes are views: [`Matrix::transposed`]. The sum over k runs in fixed blocks.
@@ -100,8 +107,8 @@ pub trait Device: Send + Sync + 'static {
 
     /// `c = a·wᵀ`, or `c += a·wᵀ` with `accumulate`; `c` `[m, n]`, `a` `[m, k]`, `weights` `[n, k]`.
     ///
-    /// The weights are unpacked tile by tile, so a mapped model stays packed. Same bits as [`Device::gemm`] on the
-    /// unpacked weights.
+    /// The weights are unpacked tile by tile, so a mapped model stays packed; weights that are plain floats may be kept in
+    /// the device's own form ([`StoredMatrix::packed`]). Same bits as [`Device::gemm`] on the unpacked weights.
     fn gemm_stored(&self, c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn StoredMatrix, accumulate: bool);
 
     /// `y = x / rms(x) · weight` per row, and `rstd[row] = 1 / rms(x)`; `x`, `y` `[rows, n]`, `weight` `[n]`.

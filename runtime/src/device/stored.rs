@@ -2,8 +2,11 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::OnceLock;
 
-use super::Matrix;
+use half::bf16;
+
+use super::{Matrix, PackedMatrix};
 
 /// A read-only matrix that may be packed.
 pub trait StoredMatrix: Send + Sync + fmt::Debug {
@@ -15,6 +18,17 @@ pub trait StoredMatrix: Send + Sync + fmt::Debug {
 
     /// The matrix where it lies, if it is stored as aligned f32.
     fn in_place(&self) -> Option<Matrix<'_>>;
+
+    /// The matrix where it lies, if it is stored as aligned bf16.
+    fn in_place_bf16(&self) -> Option<Matrix<'_, bf16>> {
+        None
+    }
+
+    /// A place where a device may keep the matrix in the form that it multiplies fastest, which takes as much memory as
+    /// the matrix in bf16. Used only for what is stored as plain floats.
+    fn packed(&self) -> Option<&OnceLock<PackedMatrix>> {
+        None
+    }
 
     /// Writes some rows, `out` `[rows, cols]`. Each element has one value, however many rows are asked for together.
     fn unpack(&self, rows: Range<usize>, out: &mut [f32]);

@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use super::{
-    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Device, Gate, Matrix, MatrixMut,
+    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Device, Gate, Matrix, MatrixMut, Products,
     RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow, Turn,
 };
 
@@ -131,6 +131,10 @@ impl<D: Device> Device for Timed<D> {
     fn stage(&self, name: &'static str) {
         self.within.stage(name);
         self.spent.lock().unwrap_or_else(PoisonError::into_inner).0 = name;
+    }
+
+    fn products(&self) -> Products {
+        self.within.products()
     }
 
     fn gemm(&self, c: MatrixMut<'_>, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool) {

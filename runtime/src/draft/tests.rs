@@ -173,6 +173,39 @@ fn check(spec: DraftSpec, batch: &DraftBatch, expected: &Expected) {
     );
 }
 
+/// bf16 products, by the AMX unit or its double in software.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[test]
+fn products_in_bf16_lead_to_nearly_the_same_loss_and_gradient() {
+    let run = |device: Cpu| {
+        let training = TrainingSpec {
+            ttt_steps: 3,
+            step_loss_decay: 1.0,
+        };
+        let mut draft = Draft::new(spec(), training, frozen(), Arc::new(device)).expect("a draft");
+        let parameters = parameters(draft.layout());
+        let mut gradient = vec![f32::NAN; parameters.len()];
+        let metrics = draft
+            .gradient(&parameters, &batch(None), &mut gradient)
+            .expect("a gradient");
+        (metrics.loss, gradient)
+    };
+    let (exact_loss, exact) = run(Cpu::new(1).expect("a thread"));
+    let (loss, gradient) = run(Cpu::with_amx(1));
+    assert!(
+        (loss - exact_loss).abs() < 0.02 * exact_loss,
+        "{loss} for {exact_loss}"
+    );
+    let dot =
+        |x: &[f32], y: &[f32]| -> f64 { x.iter().zip(y).map(|(&x, &y)| f64::from(x) * f64::from(y)).sum() };
+    let cosine = dot(&gradient, &exact) / (dot(&gradient, &gradient) * dot(&exact, &exact)).sqrt();
+    assert!(cosine > 0.999 && gradient != exact, "cosine {cosine}");
+    assert!(
+        run(Cpu::with_amx(3)) == (loss, gradient),
+        "the number of threads changes no bit"
+    );
+}
+
 #[test]
 fn case_a_of_the_table() {
     let spec = DraftSpec {

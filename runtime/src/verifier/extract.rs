@@ -11,7 +11,7 @@ use super::decoder::{Attending, Decoder};
 use super::shard::{Peers, Shard};
 use super::{VerifierConfig, VerifierError, VerifierFiles};
 use crate::contract::HiddenDtype;
-use crate::device::{AttentionInputs, AttentionPlan, Cpu, Device};
+use crate::device::{AttentionInputs, AttentionPlan, Cpu, Device, Products};
 use crate::digest::Digest;
 use crate::row::{HiddenStates, PackedRow};
 use crate::weights::WeightsError;
@@ -21,6 +21,8 @@ use crate::weights::WeightsError;
 pub struct VerifierOptions {
     /// Threads that compute; 0 means one per core. The results do not depend on it.
     pub threads: usize,
+    /// How products are computed.
+    pub products: Products,
     /// Layers whose input is captured, ascending, `1..=n`; `None` is `[2, n/2, n-3]`.
     pub aux_layers: Option<Vec<u32>>,
     /// The part of the verifier that is loaded.
@@ -28,10 +30,11 @@ pub struct VerifierOptions {
 }
 
 impl Default for VerifierOptions {
-    /// The whole verifier on one thread, with the default layers.
+    /// The whole verifier on one thread, with the default layers and products in f32.
     fn default() -> Self {
         Self {
             threads: 1,
+            products: Products::F32,
             aux_layers: None,
             shard: Shard::WHOLE,
         }
@@ -51,13 +54,15 @@ pub struct Verifier<D: Device = Cpu> {
 }
 
 impl Verifier<Cpu> {
-    /// Loads the verifier in `folder` for the CPU. Weights are mapped, so this reads little more than headers.
+    /// Loads the verifier in `folder` for the CPU. Weights are mapped, so this reads little more than headers. With products
+    /// through AMX, weights that are stored as floats are packed when they are first needed, which takes as much memory
+    /// again as they have in bf16.
     ///
     /// # Errors
     /// When configuration, weights or aux layers are unusable; all problems of the weights are reported at once.
     pub fn load(folder: impl AsRef<Path>, options: VerifierOptions) -> Result<Self, VerifierError> {
         Self::load_on(
-            Cpu::new(options.threads)?,
+            Cpu::with_products(options.threads, options.products)?,
             folder,
             options.aux_layers,
             options.shard,

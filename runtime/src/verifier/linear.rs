@@ -1,10 +1,12 @@
 //! A part of a stored weight matrix, and its product.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+
+use half::bf16;
 
 use super::stored::Form;
-use crate::device::{Device, Matrix, MatrixMut, StoredMatrix};
+use crate::device::{Device, Matrix, MatrixMut, PackedMatrix, StoredMatrix};
 
 /// A stored matrix of which parts can be taken.
 #[derive(Clone, Debug)]
@@ -44,6 +46,7 @@ impl Stored {
             count: rows.len(),
             cols,
             bias: None,
+            packed: OnceLock::new(),
         }
     }
 
@@ -56,7 +59,8 @@ impl Stored {
     }
 }
 
-/// A weight matrix `[outputs, inputs]`, used where it lies in its file, and perhaps a bias `[outputs]`.
+/// A weight matrix `[outputs, inputs]`, used where it lies in its file or as the device packs it at its first product,
+/// and perhaps a bias `[outputs]`.
 #[derive(Debug)]
 pub(super) struct Linear {
     stored: Stored,
@@ -65,6 +69,7 @@ pub(super) struct Linear {
     count: usize,
     cols: Range<usize>,
     bias: Option<Vec<f32>>,
+    packed: OnceLock<PackedMatrix>,
 }
 
 impl Linear {
@@ -76,6 +81,15 @@ impl Linear {
     /// Number of outputs.
     pub(super) fn outputs(&self) -> usize {
         self.count
+    }
+
+    /// This part of the whole stored matrix.
+    fn part_of<'m, T: Copy>(&self, whole: &Matrix<'m, T>) -> Matrix<'m, T> {
+        whole.part(
+            (self.first, self.step, self.count),
+            self.cols.start,
+            self.cols.len(),
+        )
     }
 
     /// `y = x·wᵀ + bias`, or `y += x·wᵀ + bias` with `accumulate`; `x` `[rows, inputs]`, `y` `[rows, outputs]`.
@@ -104,11 +118,19 @@ impl StoredMatrix for Linear {
 
     fn in_place(&self) -> Option<Matrix<'_>> {
         let whole = self.stored.form.in_place(self.stored.rows, self.stored.cols)?;
-        Some(whole.part(
-            (self.first, self.step, self.count),
-            self.cols.start,
-            self.cols.len(),
-        ))
+        Some(self.part_of(&whole))
+    }
+
+    fn in_place_bf16(&self) -> Option<Matrix<'_, bf16>> {
+        let whole = self
+            .stored
+            .form
+            .in_place_bf16(self.stored.rows, self.stored.cols)?;
+        Some(self.part_of(&whole))
+    }
+
+    fn packed(&self) -> Option<&OnceLock<PackedMatrix>> {
+        Some(&self.packed)
     }
 
     fn unpack(&self, rows: Range<usize>, out: &mut [f32]) {

@@ -9,7 +9,7 @@ use super::VerifierError;
 use super::extract::Verifier;
 use super::shard::Peers;
 use crate::contract::HiddenDtype;
-use crate::device::Device;
+use crate::device::{Device, Products};
 use crate::row::{HiddenStates, PackedRow, Sample};
 
 /// Tokens of the two documents that are looked at.
@@ -30,12 +30,12 @@ pub struct SelfCheck {
     pub tolerance: f32,
 }
 
-/// Largest difference that rounding the last state to a dtype explains, over the largest logit. A forgotten norm or another
-/// head differs by about 1.
-fn tolerance(dtype: HiddenDtype) -> f32 {
-    match dtype {
-        HiddenDtype::Bf16 => 0.03,
-        HiddenDtype::F32 => 1e-4,
+/// Largest difference that rounding explains, of the last state to a dtype and of what the head's product takes, over the
+/// largest logit. A forgotten norm or another head differs by about 1.
+fn tolerance(dtype: HiddenDtype, products: Products) -> f32 {
+    match (dtype, products) {
+        (HiddenDtype::F32, Products::F32) => 1e-4,
+        _ => 0.03,
     }
 }
 
@@ -72,7 +72,7 @@ impl<D: Device> Verifier<D> {
             tokens: row.len(),
             logits: 0,
             difference: 0.0,
-            tolerance: tolerance(dtype),
+            tolerance: tolerance(dtype, self.device.products()),
         };
         if self.shard().is_last() {
             self.check_logits(&states, &logits, &mut found)?;

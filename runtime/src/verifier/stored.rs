@@ -5,6 +5,8 @@
 
 use std::ops::Range;
 
+use half::bf16;
+
 use crate::device::{Matrix, widen_bf16};
 use crate::weights::TensorView;
 
@@ -57,6 +59,15 @@ impl Form {
         match self {
             Self::Plain(view) => Some(Matrix::new(view.as_f32()?, rows, cols)),
             Self::Transposed(view) => Some(Matrix::new(view.as_f32()?, cols, rows).transposed()),
+            _ => None,
+        }
+    }
+
+    /// The matrix `[rows, cols]` where it lies, if it is aligned bf16.
+    pub(super) fn in_place_bf16(&self, rows: usize, cols: usize) -> Option<Matrix<'_, bf16>> {
+        match self {
+            Self::Plain(view) => Some(Matrix::new(view.as_bf16()?, rows, cols)),
+            Self::Transposed(view) => Some(Matrix::new(view.as_bf16()?, cols, rows).transposed()),
             _ => None,
         }
     }

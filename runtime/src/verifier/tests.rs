@@ -5,6 +5,8 @@ use serde_json::json;
 use super::tiny::{HIDDEN, LAYERS, Tiny, VOCAB};
 use super::*;
 use crate::contract::HiddenDtype;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+use crate::device::Cpu;
 use crate::row::{HiddenStates, PackedRow, Sample};
 
 fn load(tiny: &Tiny) -> Verifier {
@@ -590,4 +592,59 @@ fn a_head_that_bends_its_logits_is_refused() {
     tiny.config["final_logit_softcapping"] = json!(30.0);
     let error = load(&tiny).self_check(HiddenDtype::F32, &mut Alone).unwrap_err();
     assert!(message(&error).contains("bent below 30"), "{error}");
+}
+
+/// bf16 products, by the AMX unit or its double in software.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[test]
+fn products_in_bf16_change_states_a_little_and_nothing_else() {
+    let tiny = Tiny::llama();
+    let run = |threads, dtype| {
+        let folder = Tiny {
+            dtype,
+            ..Tiny::llama()
+        }
+        .folder();
+        let device = Cpu::with_amx(threads);
+        let mut verifier = Verifier::load_on(device, folder.path(), None, Shard::WHOLE).unwrap();
+        let documents = [document(1, 40), document(2, 9)];
+        let states = verifier
+            .extract(&pack(&documents), HiddenDtype::F32, &mut Alone)
+            .unwrap();
+        // The second time weights are packed already; and rows do not depend on their neighbours.
+        let mut alone = Vec::new();
+        for tokens in &documents {
+            let row = pack(std::slice::from_ref(tokens));
+            alone.extend(
+                verifier
+                    .extract(&row, HiddenDtype::F32, &mut Alone)
+                    .unwrap()
+                    .bytes,
+            );
+        }
+        assert!(states.bytes == alone, "the same bits");
+        for dtype in [HiddenDtype::Bf16, HiddenDtype::F32] {
+            let check = verifier.self_check(dtype, &mut Alone).unwrap();
+            assert!(check.logits > 0, "{check:?}");
+        }
+        states
+    };
+    let states = run(1, Dtype::F32);
+    // Where they lie as f32 or bf16, and unpacked from f16: all of them are exact in bf16.
+    for (threads, dtype) in [(2, Dtype::F32), (1, Dtype::BF16), (1, Dtype::F16)] {
+        assert!(states == run(threads, dtype), "{threads} threads, {dtype:?}");
+    }
+    let row = pack(&[document(1, 40), document(2, 9)]);
+    let exact = load(&tiny).extract(&row, HiddenDtype::F32, &mut Alone).unwrap();
+    let values = |states: &HiddenStates| -> Vec<f32> {
+        let (elements, _) = states.bytes.as_chunks::<4>();
+        elements.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect()
+    };
+    let (ours, exact) = (values(&states), values(&exact));
+    let top = exact.iter().fold(0.0_f32, |top, x| top.max(x.abs()));
+    let off = ours
+        .iter()
+        .zip(&exact)
+        .fold(0.0_f32, |off, (x, y)| off.max((x - y).abs()));
+    assert!(off > 0.0 && off < 0.02 * top, "{off} off, of {top}");
 }

@@ -28,6 +28,8 @@ const THREAD_BYTES: u64 = 4 << 20;
 pub enum Use {
     /// A verifier's weights as they are stored.
     Weights,
+    /// A verifier's weights as AMX takes them.
+    PackedWeights,
     /// The verifier's embedding, head rows and norm, in f32: what a draft computes with and does not train.
     Frozen,
     /// Master weights and both moments.
@@ -58,6 +60,9 @@ impl Use {
             (Self::Weights, _) => {
                 "take a machine with more memory, a verifier with quantised weights, or fewer different parts of it on one host"
             }
+            (Self::PackedWeights, _) => {
+                "set verifier.products to \"f32\", or take a machine with more memory or more, smaller shards"
+            }
             (Self::Frozen, _) => "take fewer draft ranks, or a smaller draft.vocab_size",
             (Self::OptimizerState | Self::Gradient, _) => {
                 "take fewer draft ranks, or a smaller draft.intermediate_size"
@@ -85,6 +90,7 @@ impl Use {
     const fn words(self) -> &'static str {
         match self {
             Self::Weights => "weights",
+            Self::PackedWeights => "packed weights",
             Self::Frozen => "embedding and head rows",
             Self::OptimizerState => "master weights and moments",
             Self::Gradient => "gradients of rows",

@@ -9,6 +9,8 @@ use super::{MemoryPart, Use, process, ring_bytes};
 pub(crate) struct VerifierRank {
     /// Bytes of its part of the weights as they are stored.
     pub(crate) weight_bytes: u64,
+    /// Bytes of those of them that are packed for AMX.
+    pub(crate) packed_bytes: u64,
     /// Bytes of activations per token of a row.
     pub(crate) activation_bytes_per_token: u64,
     /// Bytes of keys and values that answering keeps per token.
@@ -41,6 +43,7 @@ impl VerifierRank {
                 mapped: true,
                 ..MemoryPart::new(Use::Weights, self.weight_bytes)
             },
+            MemoryPart::new(Use::PackedWeights, self.packed_bytes),
             MemoryPart::new(Use::Activations, longest * self.activation_bytes_per_token),
             MemoryPart::new(Use::Answers, answers),
             MemoryPart::new(Use::Exchange, longest * self.exchange_bytes_per_token),
@@ -72,6 +75,7 @@ mod tests {
     fn verifier() -> VerifierRank {
         VerifierRank {
             weight_bytes: 1_000_000,
+            packed_bytes: 600_000,
             activation_bytes_per_token: 100,
             cache_bytes_per_token: 10,
             logit_bytes_per_prompt: 1000,
@@ -89,6 +93,7 @@ mod tests {
     fn a_verifier_rank_maps_its_weights_and_holds_its_longest_row() {
         let parts = verifier().parts();
         assert_eq!(bytes_of(&parts, Use::Weights), 1_000_000);
+        assert_eq!(bytes_of(&parts, Use::PackedWeights), 600_000);
         assert!(
             parts
                 .iter()

@@ -30,8 +30,8 @@ impl Rates {
     /// What a thread of this machine does.
     pub(in crate::preflight) fn measured(rates: ProductRates) -> Self {
         Self {
-            verifier: rates.bf16_flops_per_s,
-            draft: rates.f32_flops_per_s,
+            verifier: rates.verifier_flops_per_s,
+            draft: rates.draft_flops_per_s,
             source: SpeedSource::Measured,
         }
     }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use eaglet_runtime::device::{Cpu, ProductKernel};
 use eaglet_runtime::ids::Role;
 
 use super::Plan;
@@ -43,6 +44,11 @@ impl Plan<'_> {
         let held_out_tokens = self.held_out_tokens();
         let memory = VerifierRank {
             weight_bytes: files.bytes,
+            packed_bytes: if self.packs_weights() {
+                files.packable_bytes
+            } else {
+                0
+            },
             activation_bytes_per_token: cost.activation_bytes_per_token,
             cache_bytes_per_token: cost.cache_bytes_per_token,
             logit_bytes_per_prompt: cost.logit_bytes_per_prompt,
@@ -63,6 +69,11 @@ impl Plan<'_> {
             ..blank(rank, threads)
         };
         Some(with_memory(plan, memory.parts()))
+    }
+
+    /// Whether verifier ranks pack their weights for AMX, if their machines are like this one.
+    fn packs_weights(&self) -> bool {
+        Cpu::kernel_for(self.config.verifier.products) == Ok(ProductKernel::AmxBf16)
     }
 
     fn draft_rank(&self, rank: &RankConfig, threads: usize) -> Option<RankPlan> {

@@ -79,6 +79,7 @@ impl VerifierWorker {
         let config = &self.context.config.verifier;
         let options = VerifierOptions {
             threads: self.context.threads,
+            products: config.products,
             aux_layers: config.aux_layers.clone(),
             shard: self.shard,
         };

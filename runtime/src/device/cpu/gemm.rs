@@ -30,13 +30,13 @@ const UNPACKED_ROWS: (usize, usize) = (512, 32);
 /// Weights that are unpacked together, in elements: what stays in a shared cache.
 const UNPACKED_ELEMENTS: usize = 512 * 1024;
 
-/// A rectangle of an output. Only this module makes them; two that live at once are disjoint.
+/// A rectangle of an output. Products make them of what they write; two that tasks write to at once are disjoint.
 #[derive(Clone, Copy)]
-struct Tile {
-    start: *mut f32,
-    rows: usize,
-    cols: usize,
-    row_stride: usize,
+pub(super) struct Tile {
+    pub(super) start: *mut f32,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) row_stride: usize,
 }
 
 // SAFETY: a tile is the only way to its elements while tasks run; see `Tile::cut`.
@@ -45,7 +45,7 @@ unsafe impl Send for Tile {}
 unsafe impl Sync for Tile {}
 
 impl Tile {
-    fn of(c: &mut MatrixMut<'_>) -> Self {
+    pub(super) fn of(c: &mut MatrixMut<'_>) -> Self {
         Self {
             start: c.data.as_mut_ptr(),
             rows: c.rows,
@@ -55,22 +55,28 @@ impl Tile {
     }
 
     /// The `index`-th of the disjoint sub-tiles of at most `rows` x `cols`, column of tiles by column, and its origin.
-    fn cut(&self, index: usize, rows: usize, cols: usize) -> (Self, usize, usize) {
+    pub(super) fn cut(&self, index: usize, rows: usize, cols: usize) -> (Self, usize, usize) {
         let down = self.rows.div_ceil(rows);
         let (row, col) = (index % down * rows, index / down * cols);
         assert!(row < self.rows && col < self.cols);
-        // SAFETY: (row, col) lies inside this tile, whose elements are all in one allocation.
-        let start = unsafe { self.start.add(row * self.row_stride + col) };
-        let tile = Self {
-            start,
-            rows: rows.min(self.rows - row),
-            cols: cols.min(self.cols - col),
-            ..*self
-        };
+        let tile = self.part(row, col, rows.min(self.rows - row), cols.min(self.cols - col));
         (tile, row, col)
     }
 
-    fn pieces(&self, rows: usize, cols: usize) -> usize {
+    /// The sub-tile of `rows` x `cols`, at least one of each, at (`row`, `col`).
+    pub(super) fn part(&self, row: usize, col: usize, rows: usize, cols: usize) -> Self {
+        assert!(rows > 0 && cols > 0 && row + rows <= self.rows && col + cols <= self.cols);
+        // SAFETY: (row, col) lies inside this tile, whose elements are all in one allocation.
+        let start = unsafe { self.start.add(row * self.row_stride + col) };
+        Self {
+            start,
+            rows,
+            cols,
+            ..*self
+        }
+    }
+
+    pub(super) fn pieces(&self, rows: usize, cols: usize) -> usize {
         self.rows.div_ceil(rows) * self.cols.div_ceil(cols)
     }
 }

@@ -1,8 +1,10 @@
-//! The CPU: a thread pool of its own, `gemm-f32` for products, vectorised loops for the rest.
+//! The CPU: a thread pool of its own, `gemm-f32` or the AMX unit for products, vectorised loops for the rest.
 
+mod amx;
 mod attention;
 mod gemm;
 mod scratch;
+mod setup;
 mod simd;
 #[cfg(test)]
 mod tests;
@@ -11,52 +13,15 @@ use rayon::prelude::*;
 
 use super::{
     AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Device, Gate, Matrix, MatrixMut, Pairing,
-    RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow, Turn,
+    ProductKernel, Products, RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow, Turn,
 };
 
+pub use amx::{NoAmx, PackedMatrix};
+pub use setup::{Cpu, ThreadsError};
 pub(crate) use simd::{multiply_add_rounds, widen_bf16};
 
 /// Elements a task of an element-wise operation takes at least; a fixed number, so block sums are too.
 const ELEMENTS: usize = 16 * 1024;
-
-/// The CPU, with a number of threads.
-#[derive(Debug)]
-pub struct Cpu {
-    pool: rayon::ThreadPool,
-}
-
-/// The operating system refused threads.
-#[derive(Debug, thiserror::Error)]
-#[error("cannot start {threads} compute threads: {source}")]
-pub struct ThreadsError {
-    threads: usize,
-    source: rayon::ThreadPoolBuildError,
-}
-
-impl Cpu {
-    /// A device with `threads` threads of its own; 0 means one per core.
-    ///
-    /// # Errors
-    /// If the threads cannot be started.
-    pub fn new(threads: usize) -> Result<Self, ThreadsError> {
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(threads)
-            .thread_name(|index| format!("compute-{index}"))
-            .build()
-            .map_err(|source| ThreadsError { threads, source })?;
-        Ok(Self { pool })
-    }
-
-    /// Runs `work` once on every thread, all at the same time.
-    pub(super) fn on_every_thread<R: Send>(&self, work: impl Fn() -> R + Sync) -> Vec<R> {
-        self.pool.broadcast(|_| work())
-    }
-
-    /// Number of threads.
-    pub fn threads(&self) -> usize {
-        self.pool.current_num_threads()
-    }
-}
 
 /// Rows of `width` that one task takes.
 fn rows_per_task(width: usize) -> usize {
@@ -110,12 +75,25 @@ impl Device for Cpu {
         self.pool.install(work)
     }
 
+    fn products(&self) -> Products {
+        match self.kernel() {
+            ProductKernel::F32 => Products::F32,
+            ProductKernel::AmxBf16 => Products::Bf16,
+        }
+    }
+
     fn gemm(&self, c: MatrixMut<'_>, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool) {
-        self.install(|| gemm::gemm(c, a, b, alpha, accumulate));
+        self.install(|| match &self.amx {
+            Some(amx) => amx.gemm(c, a, b, alpha, accumulate),
+            None => gemm::gemm(c, a, b, alpha, accumulate),
+        });
     }
 
     fn gemm_stored(&self, c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn StoredMatrix, accumulate: bool) {
-        self.install(|| gemm::gemm_stored(c, a, weights, accumulate));
+        self.install(|| match &self.amx {
+            Some(amx) => amx.gemm_stored(c, a, weights, accumulate),
+            None => gemm::gemm_stored(c, a, weights, accumulate),
+        });
     }
 
     fn rms_norm(&self, x: Matrix<'_>, weight: &[f32], epsilon: f32, y: MatrixMut<'_>, rstd: &mut [f32]) {
