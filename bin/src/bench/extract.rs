@@ -6,12 +6,12 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use eaglet_runtime::contract::HiddenDtype;
-use eaglet_runtime::device::{Cpu, Timed};
+use eaglet_runtime::device::Timed;
 use eaglet_runtime::row::PackedRow;
 use eaglet_runtime::verifier::{Alone, Shard, Verifier};
 use serde::Serialize;
 
-use super::facts::{Limits, Machine, Spread, load, measured, peak_bytes};
+use super::facts::{Dtype, Limits, Machine, Spread, kernel, load, measured, peak_bytes};
 use super::picture;
 use super::stages::{self, Stage, Stages};
 use super::train::side;
@@ -28,6 +28,9 @@ pub(crate) struct ExtractArgs {
     /// Documents that share the row.
     #[arg(long, default_value_t = 4, value_parser = side)]
     documents: usize,
+    /// What operands of products are rounded to; bf16 needs a unit for it, and is f32 without one.
+    #[arg(long, value_enum, default_value_t = Dtype::F32)]
+    dtype: Dtype,
     /// Threads; 0 for one per core.
     #[arg(long, default_value_t = 0)]
     threads: usize,
@@ -49,7 +52,8 @@ struct Report {
     limits: Limits,
     verifier: String,
     layers: usize,
-    dtype: &'static str,
+    dtype: Dtype,
+    kernel: &'static str,
     tokens: usize,
     documents: usize,
     tokens_per_s: Spread,
@@ -71,7 +75,7 @@ pub(super) fn extract(arguments: &ExtractArgs, out: &mut impl Write) -> Result<(
         "--documents {documents}: a row of {tokens} tokens has no room for them"
     );
     let limits = Limits::measure(arguments.threads)?;
-    let device = Timed::new(Cpu::new(arguments.threads)?);
+    let device = Timed::new(arguments.dtype.device(arguments.threads)?);
     let mut verifier = Verifier::load_on(device, &arguments.verifier, None, Shard::WHOLE)?;
     let cut = |document: usize| (tokens * document / documents) as u32;
     let row = PackedRow {
@@ -99,7 +103,8 @@ pub(super) fn extract(arguments: &ExtractArgs, out: &mut impl Write) -> Result<(
         machine: Machine::look(load_before),
         verifier: arguments.verifier.display().to_string(),
         layers: verifier.config().layers,
-        dtype: "f32",
+        dtype: arguments.dtype,
+        kernel: kernel(verifier.device().within()),
         tokens,
         documents,
         tokens_per_s: Spread::of(&rates),
@@ -125,13 +130,13 @@ impl Report {
         let Spread { median, min, max } = self.tokens_per_s;
         writeln!(
             out,
-            "{}, {} layers, {} tokens in {} documents, products in {}\n\n\
+            "{}, {} layers, {} tokens in {} documents, {}\n\n\
              {median:.0} tokens/s ({min:.0} to {max:.0}); {:.0} MB at most, mapped weights included\n",
             self.verifier,
             self.layers,
             self.tokens,
             self.documents,
-            self.dtype,
+            self.kernel,
             self.peak_bytes as f64 / 1e6,
         )?;
         stages::write(&self.stages, self.row_seconds.median, out)

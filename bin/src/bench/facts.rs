@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use anyhow::Result;
-use eaglet_runtime::device::MachineLimits;
+use clap::ValueEnum;
+use eaglet_runtime::device::{Cpu, MachineLimits, ProductKernel, Products};
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 
@@ -108,6 +109,15 @@ impl Limits {
     }
 }
 
+impl std::fmt::Display for Dtype {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+        })
+    }
+}
+
 impl std::fmt::Display for Limits {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self {
@@ -131,6 +141,38 @@ impl std::fmt::Display for Machine {
             f,
             "{cores} cores, {cpu}, load {before:.1} before and {after:.1} after"
         )
+    }
+}
+
+/// What operands of products are rounded to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Dtype {
+    #[default]
+    F32,
+    /// Where the machine has a unit for it; else the report says that products are f32.
+    Bf16,
+}
+
+impl Dtype {
+    /// A device of some threads with such products.
+    ///
+    /// # Errors
+    /// If the threads cannot be started.
+    pub(super) fn device(self, threads: usize) -> Result<Cpu> {
+        let products = match self {
+            Self::F32 => Products::F32,
+            Self::Bf16 => Products::Bf16,
+        };
+        Ok(Cpu::with_products(threads, products)?)
+    }
+}
+
+/// What products of a device really go through.
+pub(super) fn kernel(device: &Cpu) -> &'static str {
+    match device.kernel() {
+        ProductKernel::F32 => "gemm-f32",
+        ProductKernel::AmxBf16 => "amx-bf16",
     }
 }
 

@@ -8,7 +8,7 @@ use clap::Args;
 use eaglet_runtime::device::{Cpu, Device, Matrix, MatrixMut};
 use serde::Serialize;
 
-use super::facts::{Limits, Machine, Spread, load, measured};
+use super::facts::{Dtype, Limits, Machine, Spread, kernel, load, measured};
 use super::train::wave;
 use crate::table::Table;
 
@@ -18,6 +18,9 @@ pub(crate) struct GemmArgs {
     /// A product of [M, K] by [N, K] transposed; may be repeated. The default are four that drafts and verifiers have.
     #[arg(long = "shape", value_name = "MxKxN")]
     shapes: Vec<Shape>,
+    /// What operands of products are rounded to; bf16 needs a unit for it, and is f32 without one.
+    #[arg(long, value_enum, default_value_t = Dtype::F32)]
+    dtype: Dtype,
     /// Threads; 0 for one per core.
     #[arg(long, default_value_t = 0)]
     threads: usize,
@@ -76,7 +79,8 @@ struct Case {
     m: usize,
     k: usize,
     n: usize,
-    dtype: &'static str,
+    dtype: Dtype,
+    kernel: &'static str,
     threads: usize,
     seconds: Spread,
     gflops: Spread,
@@ -89,7 +93,7 @@ struct Case {
 /// If threads cannot be started or `out` cannot be written to.
 pub(super) fn gemm(arguments: &GemmArgs, out: &mut impl Write) -> Result<()> {
     let load_before = load();
-    let device = Cpu::new(arguments.threads)?;
+    let device = arguments.dtype.device(arguments.threads)?;
     let mut report = Report {
         bench: "gemm",
         limits: Limits::measure(arguments.threads)?,
@@ -111,18 +115,26 @@ pub(super) fn gemm(arguments: &GemmArgs, out: &mut impl Write) -> Result<()> {
         shapes => shapes.to_vec(),
     };
     for shape in shapes {
-        report.cases.push(case(&device, shape, arguments.repeats)?);
+        report
+            .cases
+            .push(case(&device, arguments.dtype, shape, arguments.repeats)?);
     }
     report.machine = Machine::look(load_before);
     super::print(&report, arguments.json, out, Report::write).context("cannot print")
 }
 
-fn case(device: &Cpu, Shape { m, k, n }: Shape, repeats: u32) -> Result<Case> {
+fn case(device: &Cpu, dtype: Dtype, Shape { m, k, n }: Shape, repeats: u32) -> Result<Case> {
     let (a, weights) = (wave(m * k, 1), wave(n * k, 2));
     let mut c = vec![0.0; m * n];
+    let b = Matrix::new(&weights, n, k).transposed();
+    // Weights are packed once, where the kernel has a form of its own for them.
+    let packed = device.pack(b);
     let mut product = || {
-        let (a, b) = (Matrix::new(&a, m, k), Matrix::new(&weights, n, k).transposed());
-        device.gemm(MatrixMut::new(&mut c, m, n), a, b, 1.0, false);
+        let (c, a) = (MatrixMut::new(&mut c, m, n), Matrix::new(&a, m, k));
+        match &packed {
+            Some(packed) => device.gemm_packed(c, a, packed, 1.0, false),
+            None => device.gemm(c, a, b, 1.0, false),
+        }
         Ok(())
     };
     product()?;
@@ -138,7 +150,8 @@ fn case(device: &Cpu, Shape { m, k, n }: Shape, repeats: u32) -> Result<Case> {
         m,
         k,
         n,
-        dtype: "f32",
+        dtype,
+        kernel: kernel(device),
         threads: device.threads(),
         seconds: Spread::of(&seconds),
         gflops: Spread::of(&rates),
@@ -163,7 +176,7 @@ impl Report {
             let Spread { median, min, max } = case.gflops;
             table.push([
                 format!("{} x {} x {}", case.m, case.k, case.n),
-                case.dtype.to_owned(),
+                case.kernel.to_owned(),
                 case.threads.to_string(),
                 format!("{median:.0}"),
                 format!("{min:.0}"),

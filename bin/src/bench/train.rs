@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
-use eaglet_runtime::device::{Cpu, Timed};
+use eaglet_runtime::device::Timed;
 use eaglet_runtime::draft::{
     Draft, DraftBatch, DraftSpec, FrozenWeights, LayerKind, RowLoad, TrainingSpec, init_parameters,
 };
@@ -14,7 +14,7 @@ use eaglet_runtime::optimizer::{AdamW, AdamWSpec};
 use eaglet_runtime::rope::Rope;
 use serde::Serialize;
 
-use super::facts::{Limits, Machine, Spread, load, measured, peak_bytes};
+use super::facts::{Dtype, Limits, Machine, Spread, kernel, load, measured, peak_bytes};
 use super::picture;
 use super::stages::{self, Stage, Stages};
 
@@ -54,6 +54,9 @@ pub(crate) struct TrainArgs {
     /// Layer of the draft.
     #[arg(long, value_enum, default_value_t = Layer::Llama)]
     layer: Layer,
+    /// What operands of products are rounded to; bf16 needs a unit for it, and is f32 without one.
+    #[arg(long, value_enum, default_value_t = Dtype::F32)]
+    dtype: Dtype,
     /// Threads; 0 for one per core.
     #[arg(long, default_value_t = 0)]
     threads: usize,
@@ -91,7 +94,8 @@ struct Report<'a> {
     shape: &'a TrainArgs,
     machine: Machine,
     limits: Limits,
-    dtype: &'static str,
+    dtype: Dtype,
+    kernel: &'static str,
     parameters: usize,
     tokens_per_s: Spread,
     step_seconds: Spread,
@@ -121,7 +125,7 @@ pub(super) fn train(arguments: &TrainArgs, out: &mut impl Write) -> Result<()> {
     let limits = Limits::measure(arguments.threads)?;
     let spec = arguments.spec();
     let batch = arguments.batch()?;
-    let device = Arc::new(Timed::new(Cpu::new(arguments.threads)?));
+    let device = Arc::new(Timed::new(arguments.dtype.device(arguments.threads)?));
     let training = TrainingSpec {
         ttt_steps: usize::from(arguments.ttt_steps),
         step_loss_decay: 1.0,
@@ -160,7 +164,8 @@ pub(super) fn train(arguments: &TrainArgs, out: &mut impl Write) -> Result<()> {
         bench: "train",
         shape: arguments,
         machine: Machine::look(load_before),
-        dtype: "f32",
+        dtype: arguments.dtype,
+        kernel: kernel(device.within()),
         parameters: parameters.len(),
         tokens_per_s: Spread::of(&rates),
         step_seconds,
@@ -255,7 +260,7 @@ impl Report<'_> {
             self.shape.tokens,
             self.shape.documents,
             self.shape.ttt_steps,
-            self.dtype,
+            self.kernel,
             self.flops_per_token / 1e6,
             self.gflops_per_s,
             100.0 * self.gflops_per_s / self.limits.f32_gflops,

@@ -58,6 +58,11 @@ impl<D: Device> Timed<D> {
         }
     }
 
+    /// The device that computes.
+    pub fn within(&self) -> &D {
+        &self.within
+    }
+
     /// What was spent since the last call, in the order of first use.
     pub fn take(&self) -> Vec<Spent> {
         std::mem::take(&mut *self.spent.lock().unwrap_or_else(PoisonError::into_inner)).1
