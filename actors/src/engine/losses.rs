@@ -103,6 +103,15 @@ impl Engine {
         state.fault.get_or_insert(reason);
     }
 
+    /// Whether [`Self::staying`] counts anything: asked with every event, and most often answered by the first seat.
+    fn somebody_stays(&self, role: Role) -> bool {
+        let stays = |state: &SeatState| state.is_active() && !state.removed;
+        self.seats.iter().any(|(seat, state)| {
+            let of_role = seat.role == role && stays(state);
+            of_role && (role == Role::Draft || self.all_of_replica(self.replica_of(seat), stays))
+        })
+    }
+
     /// Draft seats, or whole replicas of the verifier, that are filled, or will be, and were not asked to leave.
     pub(super) fn staying(&self, role: Role) -> usize {
         let stays = |state: &SeatState| state.is_active() && !state.removed;
@@ -139,7 +148,7 @@ impl Engine {
             return;
         }
         for role in [Role::Verifier, Role::Draft] {
-            if self.staying(role) > 0 {
+            if self.somebody_stays(role) {
                 continue;
             }
             let Some(seats) = self.last_resort(role) else {

@@ -223,8 +223,18 @@ impl Engine {
     pub fn handle(&mut self, now_ms: u64, event: Event) -> Vec<Command> {
         self.now_ms = self.now_ms.max(now_ms);
         if self.phase != Phase::Finished {
+            // Most events are beats, and what they make possible the next tick sees.
+            let is_beat = matches!(
+                event,
+                Event::Rank {
+                    event: RankEvent::Beat(_),
+                    ..
+                }
+            );
             self.take(event);
-            self.advance();
+            if !is_beat {
+                self.advance();
+            }
         }
         debug_assert!(
             self.ledger.counts().adds_up(),

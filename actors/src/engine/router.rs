@@ -78,8 +78,9 @@ impl Engine {
     pub(super) fn base_step(&self) -> Step {
         let saved = self.latest_checkpoint().map(|checkpoint| checkpoint.step);
         self.seats
-            .active(Role::Draft)
-            .filter_map(|seat| self.seats.get(seat).state.map(|(step, _)| step))
+            .iter()
+            .filter(|(seat, state)| seat.role == Role::Draft && state.is_active())
+            .filter_map(|(_, state)| state.state.map(|(step, _)| step))
             .max()
             .max(saved)
             .unwrap_or_default()
