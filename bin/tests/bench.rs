@@ -113,7 +113,7 @@ fn the_coordinator_is_measured_at_every_size() {
         "--seats",
         "9",
         "--steps",
-        "5",
+        "12",
         "--directory",
         &directory,
         "--json",
@@ -123,9 +123,12 @@ fn the_coordinator_is_measured_at_every_size() {
         (&large["verifier_ranks"], &large["draft_ranks"]),
         (&4.into(), &5.into())
     );
-    // Of each row: extracted, received; of each draft rank: its vote, and that it has applied the step.
-    assert_eq!(small["events_per_step"], 4.0);
-    assert!(large["events_per_step"].as_f64() >= Some(19.0), "{large}");
+    // Of each row: extracted, received; of each draft rank: its vote, and that it has applied the step. Where a step begins
+    // to count is a matter of a few events.
+    for (cluster, events) in [(small, 4.0), (large, 20.0)] {
+        let found = cluster["events_per_step"].as_f64().expect("a number");
+        assert!((0.7 * events..=1.3 * events).contains(&found), "{cluster}");
+    }
     for cluster in [small, large] {
         assert!(
             positive(&cluster["engine_us_per_event"]) && positive(&cluster["journal_bytes_per_step"]),
@@ -193,7 +196,7 @@ fn what_cannot_be_measured_is_said_with_the_remedy() {
         (&["fabric", "--repeats", "0"], "--repeats"),
         (&["fabric", "--draft-ranks", "0"], "--draft-ranks"),
         (&["coordinator", "--seats", "1"], "--seats"),
-        (&["coordinator", "--steps", "1"], "--steps"),
+        (&["coordinator", "--steps", "3"], "--steps"),
         (
             &["coordinator", "--seats", "2", "--directory", "/no/such/folder"],
             "/no/such/folder",

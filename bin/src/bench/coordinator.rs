@@ -21,7 +21,7 @@ pub(crate) struct CoordinatorArgs {
           value_parser = clap::value_parser!(u16).range(2..=8192))]
     seats: Vec<u16>,
     /// Steps of each cluster.
-    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(2..))]
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(4..))]
     steps: u64,
     /// Where the journal is written, as that of a run is.
     #[arg(long, value_name = "DIR", default_value = ".")]

@@ -19,6 +19,8 @@ use super::interrupt::Interrupt;
 
 /// Tokens of a sample, and of a row.
 const TOKENS: u32 = 2048;
+/// Rows are extracted for so many steps ahead.
+const PREFETCH_STEPS: u64 = 2;
 /// TTT steps whose metrics are in each vote.
 const TTT_STEPS: usize = 3;
 
@@ -133,14 +135,19 @@ impl Model {
         self.steps.pop().context("no step was committed")
     }
 
-    /// Trains the rest.
+    /// Trains the rest, and tells of all steps but the last ones, while which nothing is extracted any more.
     ///
     /// # Errors
     /// As [`Self::run`].
     pub(super) fn go_on(&mut self, interrupt: &Interrupt) -> Result<Vec<StepCost>> {
         self.turn(interrupt, |model| model.outcome.is_some())?;
         match self.outcome.take() {
-            Some(Outcome::Completed { .. }) => Ok(std::mem::take(&mut self.steps)),
+            Some(Outcome::Completed { .. }) => {
+                let mut steps = std::mem::take(&mut self.steps);
+                // While the last ones are trained nothing is left to extract.
+                steps.truncate(steps.len().saturating_sub(PREFETCH_STEPS as usize).max(1));
+                Ok(steps)
+            }
             other => bail!("the run has not come to its end: {other:?}"),
         }
     }
@@ -390,7 +397,7 @@ fn settings(shape: Shape) -> Settings {
         tokens_per_row: TOKENS,
         passes: 1,
         step_limit: None,
-        prefetch_steps: 2,
+        prefetch_steps: PREFETCH_STEPS,
         evaluate_every_steps: 0,
         max_new_tokens: 8,
         held_out_rows: 1,

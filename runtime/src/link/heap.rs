@@ -159,6 +159,12 @@ impl Heap {
         Some(first)
     }
 
+    /// Whether a tensor lies in this heap.
+    pub(super) fn holds(&self, tensor: &[u8]) -> bool {
+        let start = self.map.as_mut_ptr() as usize;
+        (start..start + self.bytes).contains(&(tensor.as_ptr() as usize))
+    }
+
     /// The place of a tensor that lies at the start of an extent of this heap, if the receiver does not have it already.
     /// It has it from now on.
     pub(super) fn lend(&self, tensor: &[u8]) -> Option<u32> {

@@ -194,7 +194,7 @@ impl BulkSender {
             reader,
             ring,
             heap: heap.clone(),
-            untaken: 0,
+            untaken: VecDeque::new(),
             free: (0..options.slots).rev().collect(),
             out: vec![false; options.slots as usize],
             sequence: 0,
@@ -339,8 +339,8 @@ struct Writer {
     reader: FrameReader,
     ring: WriteRing,
     heap: Option<Arc<Heap>>,
-    /// Tensors in the heap that the receiver has not taken.
-    untaken: usize,
+    /// Bytes of each tensor in the heap that the receiver has not taken, in their order.
+    untaken: VecDeque<usize>,
     /// Free slots; the one used last is used next, because it is in the caches.
     free: Vec<u32>,
     /// Whether each slot is with the receiver.
@@ -451,6 +451,9 @@ impl Writer {
             return Ok(false);
         };
         let corrupt = self.corrupt_nth == Some(self.sequence);
+        if !corrupt && heap.holds(part) {
+            self.wait_for_credit(part.len())?;
+        }
         let lent = if corrupt { None } else { heap.lend(part) };
         let (place, sum) = match lent {
             Some(place) => (place, self.checksum.then(|| checksum(part))),
@@ -473,16 +476,31 @@ impl Writer {
                 if corrupt {
                     buffer[part.len() / 2] ^= 1;
                 }
+                // Only now, so that one tensor is copied while the receiver looks at the one before.
+                self.wait_for_credit(part.len())?;
                 let Some(place) = heap.lend(&buffer) else {
                     return Ok(false);
                 };
                 (place, self.checksum.then_some(sum))
             }
         };
-        self.untaken += 1;
+        self.untaken.push_back(part.len());
         self.shared.queue().slots_out += 1;
         self.announce(message, FrameKind::Placed, (place, part.len()), sum)?;
         Ok(true)
+    }
+
+    /// L-1: waits until the receiver has taken enough of what lies in the heap that this tensor may follow: as many bytes as
+    /// the slots hold, or one tensor. A receiver that stands still fills the queue, and not the heap.
+    fn wait_for_credit(&mut self, length: usize) -> Result<(), LinkError> {
+        let most = self.ring.shape().bytes() as usize;
+        while !self.untaken.is_empty() && self.untaken.iter().sum::<usize>() + length > most {
+            if self.closing() {
+                return Err(LinkError::Closed);
+            }
+            self.wait(PollFlags::IN)?;
+        }
+        Ok(())
     }
 
     fn take_slot(&mut self) -> Result<u32, LinkError> {
@@ -572,10 +590,9 @@ impl Writer {
                     kind: FrameKind::Taken,
                     ..
                 })) => {
-                    if self.untaken == 0 {
+                    if self.untaken.pop_front().is_none() {
                         break Err(LinkError::frame("a tensor is taken that was not sent"));
                     }
-                    self.untaken -= 1;
                     released += 1;
                 }
                 Ok(Read::Got(Frame {
@@ -607,7 +624,7 @@ impl Writer {
                     )));
                 }
                 Ok(Read::NotYet) => break Ok(()),
-                Ok(Read::End) if self.free.len() == self.out.len() && self.untaken == 0 => {
+                Ok(Read::End) if self.free.len() == self.out.len() && self.untaken.is_empty() => {
                     break Err(LinkError::PeerLost {
                         place: "with nothing under way",
                     });

@@ -44,7 +44,7 @@ pub(crate) struct FabricArgs {
     #[arg(long, value_name = "N", default_values_t = [2, 8], value_parser = clap::value_parser!(u16).range(1..=4096))]
     draft_ranks: Vec<u16>,
     /// Steps whose votes and records are measured.
-    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u64).range(2..))]
+    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u64).range(4..))]
     steps: u64,
     /// Where the journal is written, as that of a run is.
     #[arg(long, value_name = "DIR", default_value = ".")]
@@ -96,6 +96,9 @@ pub(crate) fn fabric(arguments: &FabricArgs, out: &mut impl Write) -> Result<()>
     print(&report, arguments.json, out, Report::write)
 }
 
+/// Most messages of a round.
+const MESSAGES_PER_ROUND: usize = 1024;
+
 /// How much is measured.
 struct Plan<'a> {
     repeats: usize,
@@ -107,7 +110,8 @@ struct Plan<'a> {
 impl Plan<'_> {
     /// Messages of a round.
     fn count(&self, bytes: usize) -> usize {
-        (self.bytes_per_round / bytes).max(1)
+        // Of small ones the time per message counts, and fewer tell it.
+        (self.bytes_per_round / bytes).clamp(1, MESSAGES_PER_ROUND)
     }
 
     /// Times rounds of some things, one of each after the other, so that whatever else the machine does meets all alike;
