@@ -163,6 +163,8 @@ pub struct SeatOrderedReduce {
     /// Elements of each segment that this seat's lanes have not brought in, in the order of `shape.lanes`; none for lanes
     /// of others.
     missing: Vec<Vec<usize>>,
+    /// Stretches that each lane of this seat has brought in.
+    brought: Vec<Vec<Range<usize>>>,
     /// Lanes whose contributions are in the sum; the next turn is the one after them.
     added: usize,
     sum: Vec<f32>,
@@ -214,6 +216,7 @@ impl SeatOrderedReduce {
             result: None,
             waiting: vec![None; shape.lanes.len()],
             missing,
+            brought: vec![Vec::new(); shape.lanes.len()],
             added: 0,
             sum: Vec::new(),
             finished,
@@ -251,9 +254,11 @@ impl SeatOrderedReduce {
         };
         let turn = self.turn_of(lane).filter(|&turn| {
             let missing = &self.missing[turn];
-            let fits = (0..)
-                .zip(missing)
-                .all(|(segment, &missing)| overlap(segment) <= missing);
+            let fits = part.start <= part.end
+                && part.end <= self.shape.elements
+                && self.brought[turn]
+                    .iter()
+                    .all(|known| part.end <= known.start || known.end <= part.start);
             let is_whole = missing.iter().all(|&missing| missing == 0) && self.waiting[turn].is_some();
             self.shape.lanes[turn].1 == own && fits && !is_whole && self.result.is_none()
         });
@@ -267,6 +272,7 @@ impl SeatOrderedReduce {
             });
         }
         let brought: Vec<usize> = (0..self.segments.seats()).map(overlap).collect();
+        self.brought[turn].push(part);
         let mut outgoing = Vec::new();
         for (segment, &seat) in (0..).zip(&self.shape.members) {
             let brought = brought[usize::from(segment)];

@@ -68,7 +68,9 @@ impl<D: Device> Pass<'_, D> {
         tell(gradient, &[&places.input_norm, &places.v, &places.k, &places.q]);
         self.combine_aux_states_backward(a, d, gradient);
         tell(gradient, &[&places.fc]);
-        tell(gradient, &places.fc_norms.iter().collect::<Vec<_>>());
+        for norm in &places.fc_norms {
+            tell(gradient, &[norm]);
+        }
     }
 
     fn mlp_backward(&self, step: usize, a: &mut Activations, d: &mut Deltas, gradient: &mut [f32]) {

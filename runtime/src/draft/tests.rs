@@ -385,7 +385,7 @@ fn each_parameter_becomes_final_once() {
                 },
                 1,
             );
-            let parameters = parameters(draft.layout());
+            let parameters = init_parameters(draft.layout(), 3);
             let mut gradient = vec![f32::NAN; parameters.len()];
             let mut times = vec![0; parameters.len()];
             let mut told = Vec::new();

@@ -237,11 +237,17 @@ mod tests {
         assert_eq!(pool.resting_bytes(), 900, "old sizes make room");
         drop(pool.take(1001));
         assert!(pool.resting_bytes() <= 1000);
+    }
+
+    #[test]
+    fn the_last_clone_returns_a_buffer() {
+        let pool = BufferPool::new(1000);
         let bytes = pool.take(500).into_bytes();
         let (place, clone) = (bytes.as_ptr(), bytes.clone());
         drop(bytes);
-        assert_ne!(pool.take(500).as_ptr(), place, "a clone is left");
+        assert_eq!(pool.resting_bytes(), 0, "a clone is left");
         drop(clone);
+        assert_eq!(pool.resting_bytes(), 500);
         assert_eq!(pool.take(500).as_ptr(), place);
     }
 
