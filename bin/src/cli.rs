@@ -22,6 +22,8 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Look at all that can be known before a launch: files, memory, disk, links, samples, speed. Loads no weights.
     Check(CheckArgs),
+    /// List the CPUs and GPUs of this machine, or say why it has none.
+    Devices(DevicesArgs),
     /// Start a cluster, or go on with a run that was stopped, and show its progress.
     Launch(LaunchArgs),
     /// Write the hidden states of a cluster's samples to files, in the layout of speculators, instead of training on them.
@@ -93,6 +95,14 @@ pub(crate) struct CheckArgs {
     /// Rows of the sample files that are read.
     #[arg(long, value_name = "N", default_value_t = 1024)]
     pub(crate) samples: usize,
+}
+
+/// `eaglet devices`.
+#[derive(Debug, Args)]
+pub(crate) struct DevicesArgs {
+    /// Print one JSON document.
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 /// Reads a number of bytes with a unit.

@@ -3,6 +3,7 @@
 mod bench;
 mod check;
 mod cli;
+mod devices;
 mod extract;
 mod fetch;
 mod launch;
@@ -24,6 +25,7 @@ use cli::{Cli, Command, Exit, ExtractArgs, PictureArgs};
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Check(arguments) => check::command(&arguments),
+        Command::Devices(arguments) => devices::command(&arguments),
         Command::Launch(arguments) => {
             launch::launch(&arguments, run::survey(&arguments.cluster, &arguments.sets))
         }

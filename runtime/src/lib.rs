@@ -7,6 +7,7 @@ pub mod checkpoint;
 pub mod collective;
 pub mod contract;
 pub mod control;
+pub mod cuda;
 pub mod device;
 pub mod digest;
 pub mod draft;

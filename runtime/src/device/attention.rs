@@ -54,6 +54,8 @@ pub(crate) struct QueryBlock {
     pub(crate) queries: Range<usize>,
     /// Keys that any of them sees.
     pub(crate) keys: Range<usize>,
+    /// First key of their document.
+    pub(crate) document: usize,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -123,7 +125,11 @@ impl AttentionPlan {
                 let queries = start..(start + QUERY_BLOCK).min(next);
                 let keys =
                     self.visible[queries.start].start as usize..self.visible[queries.end - 1].end as usize;
-                self.query_blocks.push(QueryBlock { queries, keys });
+                self.query_blocks.push(QueryBlock {
+                    queries,
+                    keys,
+                    document: document.start,
+                });
             }
             for start in (document.start..document.end).step_by(KEY_BLOCK) {
                 let keys = start..(start + KEY_BLOCK).min(document.end);

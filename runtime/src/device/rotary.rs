@@ -85,6 +85,11 @@ impl RotaryTable {
         self.half
     }
 
+    /// All cosines and all sines, `[positions, dim / 2]` each.
+    pub fn angles(&self) -> (&[f32], &[f32]) {
+        (&self.cos, &self.sin)
+    }
+
     /// Cosines and sines of one position, `[dim / 2]` each.
     ///
     /// # Panics

@@ -1,0 +1,104 @@
+// What happens to whole parameter buffers: AdamW, norms, checks.
+
+// Elements that one block sums: fixed, so the order of a sum depends on its length only.
+#define ELEMENTS_PER_BLOCK 16384
+
+// One AdamW update with decoupled decay; the host has folded the corrections of both moments into `step` and `root`.
+extern "C" __global__ void adamw(float* parameters, float* m, float* v, const float* gradient, float gradient_scale,
+                                 float new1, float beta2, float new2, float keep, float step, float root, float epsilon,
+                                 u64 n) {
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {
+        const float g = gradient[i] * gradient_scale;
+        const float first = m[i] + new1 * (g - m[i]);
+        const float second = v[i] * beta2 + new2 * g * g;
+        m[i] = first;
+        v[i] = second;
+        parameters[i] = parameters[i] * keep - step * (first / (sqrtf(second) / root + epsilon));
+    }
+}
+
+// parts[b] = the sum of squares of block b's elements.
+extern "C" __global__ void sum_of_squares_parts(const float* x, u64 n, double* parts) {
+    const u64 first = (u64)blockIdx.x * ELEMENTS_PER_BLOCK;
+    const u64 end = first + ELEMENTS_PER_BLOCK < n ? first + ELEMENTS_PER_BLOCK : n;
+    double sum = 0.0;
+    for (u64 i = first + threadIdx.x; i < end; i += blockDim.x) {
+        sum += (double)x[i] * (double)x[i];
+    }
+    sum = block_sum_f64(sum);
+    if (threadIdx.x == 0) {
+        parts[blockIdx.x] = sum;
+    }
+}
+
+// The sum of the parts; one block.
+extern "C" __global__ void sum_parts(const double* parts, u64 count, double* sum) {
+    double part = 0.0;
+    for (u64 i = threadIdx.x; i < count; i += blockDim.x) {
+        part += parts[i];
+    }
+    part = block_sum_f64(part);
+    if (threadIdx.x == 0) {
+        *sum = part;
+    }
+}
+
+// Sets `found` to 1 if an element is infinite or no number; threads that write all write the same.
+extern "C" __global__ void find_not_finite(const float* x, u64 n, u32* found) {
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {
+        if ((__float_as_uint(x[i]) & 0x7f800000u) == 0x7f800000u) {
+            *found = 1;
+        }
+    }
+}
+
+// A 64-bit mix of an element's bits and place (the finaliser of splitmix64).
+__device__ inline u64 mixed(u64 word) {
+    word += 0x9e3779b97f4a7c15ull;
+    word = (word ^ (word >> 30)) * 0xbf58476d1ce4e5b9ull;
+    word = (word ^ (word >> 27)) * 0x94d049bb133111ebull;
+    return word ^ (word >> 31);
+}
+
+__device__ inline u64 block_sum_u64(u64 value) {
+    __shared__ u64 parts[32];
+    for (int offset = 16; offset > 0; offset /= 2) {
+        value += __shfl_xor_sync(WHOLE_WARP, value, offset);
+    }
+    __syncthreads(); // an earlier sum may still be read
+    if (threadIdx.x % 32 == 0) {
+        parts[threadIdx.x / 32] = value;
+    }
+    __syncthreads();
+    u64 sum = 0;
+    for (u32 warp = 0; warp < blockDim.x / 32; ++warp) {
+        sum += parts[warp];
+    }
+    return sum;
+}
+
+// parts[b] = the sum modulo 2^64 over block b's elements of mixed(mixed(place) ^ bits).
+extern "C" __global__ void checksum_parts(const u32* words, u64 n, u64* parts) {
+    const u64 first = (u64)blockIdx.x * ELEMENTS_PER_BLOCK;
+    const u64 end = first + ELEMENTS_PER_BLOCK < n ? first + ELEMENTS_PER_BLOCK : n;
+    u64 sum = 0;
+    for (u64 i = first + threadIdx.x; i < end; i += blockDim.x) {
+        sum += mixed(mixed(i) ^ words[i]);
+    }
+    sum = block_sum_u64(sum);
+    if (threadIdx.x == 0) {
+        parts[blockIdx.x] = sum;
+    }
+}
+
+// The sum of the parts modulo 2^64; one block.
+extern "C" __global__ void sum_words(const u64* parts, u64 count, u64* sum) {
+    u64 part = 0;
+    for (u64 i = threadIdx.x; i < count; i += blockDim.x) {
+        part += parts[i];
+    }
+    part = block_sum_u64(part);
+    if (threadIdx.x == 0) {
+        *sum = part;
+    }
+}

@@ -1,0 +1,33 @@
+//! GPUs of NVIDIA's: libraries found at run time, kernels compiled at start, memory, streams.
+//!
+//! Nothing of CUDA is needed to build this crate or to start the binary. The layers, from below: [`Library`] finds and
+//! opens a shared object; [`Driver`], [`Gpu`] and [`Context`] are the driver's; [`Buffer`], [`Stream`], [`Module`] own
+//! what they name; [`Nvrtc`] and [`KernelCache`] make machine code of the texts in `kernels/`; [`Kernels`] launches it,
+//! one function per operation, with the shapes checked.
+//!
+//! Invariants of all kernels are those of [`crate::device`]: sums in an order that depends on shapes only, and rows that
+//! do not depend on the rows beside them.
+
+mod cache;
+mod driver;
+mod kernels;
+mod library;
+mod matrix;
+mod memory;
+mod module;
+mod nvrtc;
+mod programs;
+mod stream;
+mod survey;
+
+pub use cache::{CACHE_VARIABLE, KernelCache, Origin, Source};
+pub use driver::{Context, CudaError, Driver, Gpu};
+pub use kernels::{AttentionOperands, AttentionTables, DeviceForm, Kernels, RowChoice, ScatterList, checksum};
+pub use library::{Library, LibraryError, LibraryKind, PATH_VARIABLE, SearchPath};
+pub use matrix::{Indices, MatrixView, MatrixViewMut};
+pub use memory::{Arena, ArenaFull, Buffer, Holders, Pinned, View, ViewMut};
+pub use module::{Function, FunctionCost, Module};
+pub use nvrtc::Nvrtc;
+pub use programs::Program;
+pub use stream::{Event, Stream};
+pub use survey::{GpuFacts, GpuSurvey};

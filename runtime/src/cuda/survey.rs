@@ -1,0 +1,163 @@
+//! Which GPUs this machine has, or why none can be used.
+
+use serde::Serialize;
+
+use super::driver::{CudaError, Driver, Gpu};
+use super::library::{Library, LibraryKind, SearchPath, functions};
+
+functions! {
+    /// What is asked of NCCL before a communicator is made.
+    NcclVersionTable of Nccl {
+        fn version as "ncclGetVersion" (version: *mut i32);
+    }
+}
+
+/// Everything about GPUs that is known without using one.
+#[derive(Debug, Clone, Serialize)]
+pub struct GpuSurvey {
+    /// CUDA version that the driver supports.
+    pub driver_cuda: Option<String>,
+    /// Version of the driver itself, by the kernel module.
+    pub driver: Option<String>,
+    /// NCCL's version.
+    pub nccl: Option<String>,
+    /// The GPUs.
+    pub gpus: Vec<GpuFacts>,
+    /// Whether device `row` can read the memory of device `column`.
+    pub peer_access: Vec<Vec<bool>>,
+    /// Libraries that are missing, and why there is no GPU.
+    pub problems: Vec<String>,
+    /// Where each library was found.
+    pub libraries: Vec<FoundLibrary>,
+}
+
+/// A library and its file.
+#[derive(Debug, Clone, Serialize)]
+pub struct FoundLibrary {
+    /// What people call it.
+    pub library: &'static str,
+    /// The file, or the bare name if the loader found it.
+    pub path: String,
+}
+
+/// One GPU.
+#[derive(Debug, Clone, Serialize)]
+pub struct GpuFacts {
+    /// Its name in cluster.toml.
+    pub device: String,
+    /// Product name.
+    pub name: String,
+    /// Bytes of memory.
+    pub memory_bytes: u64,
+    /// Compute capability.
+    pub capability: String,
+    /// Multiprocessors.
+    pub multiprocessors: u32,
+    /// Whether it is a part of a GPU (MIG).
+    pub is_part: bool,
+}
+
+impl GpuSurvey {
+    /// Looks at this machine. Whatever is missing is a problem in the answer, not an error.
+    pub fn here(search: &SearchPath) -> Self {
+        let mut survey = Self {
+            driver_cuda: None,
+            driver: driver_version(),
+            nccl: None,
+            gpus: Vec::new(),
+            peer_access: Vec::new(),
+            problems: Vec::new(),
+            libraries: Vec::new(),
+        };
+        match Driver::open(search) {
+            Ok(driver) => {
+                survey.found(LibraryKind::Driver, &driver.table.library);
+                survey.driver_cuda = driver
+                    .version()
+                    .ok()
+                    .map(|(major, minor)| format!("{major}.{minor}"));
+                if let Err(error) = survey.look(&driver) {
+                    survey.problems.push(error.to_string());
+                }
+            }
+            Err(error) => survey.problems.push(error.to_string()),
+        }
+        for kind in [LibraryKind::Nvrtc, LibraryKind::CublasLt] {
+            match Library::open(kind, search) {
+                Ok(library) => survey.found(kind, &library),
+                Err(error) => survey.problems.push(error.to_string()),
+            }
+        }
+        match NcclVersionTable::open(search) {
+            Ok(table) => {
+                survey.found(LibraryKind::Nccl, &table.library);
+                survey.nccl = nccl_version(&table);
+            }
+            Err(error) => survey.problems.push(error.to_string()),
+        }
+        survey
+    }
+
+    fn found(&mut self, kind: LibraryKind, library: &Library) {
+        self.libraries.push(FoundLibrary {
+            library: kind.title(),
+            path: library.path().display().to_string(),
+        });
+    }
+
+    fn look(&mut self, driver: &std::sync::Arc<Driver>) -> Result<(), CudaError> {
+        let gpus = (0..driver.device_count()?)
+            .map(|ordinal| driver.device(ordinal))
+            .collect::<Result<Vec<Gpu>, _>>()?;
+        if gpus.is_empty() {
+            let hidden = std::env::var("CUDA_VISIBLE_DEVICES");
+            let hidden = hidden.map(|visible| format!("; CUDA_VISIBLE_DEVICES is `{visible}`"));
+            self.problems.push(format!(
+                "the driver has no device{}",
+                hidden.unwrap_or_default()
+            ));
+        }
+        for gpu in &gpus {
+            let (major, minor) = gpu.capability()?;
+            let name = gpu.name()?;
+            self.gpus.push(GpuFacts {
+                device: format!("cuda:{}", gpu.ordinal()),
+                // The driver calls a part so: "NVIDIA H200 MIG 1g.18gb".
+                is_part: name.contains(" MIG "),
+                name,
+                memory_bytes: gpu.memory()?,
+                capability: format!("{major}.{minor}"),
+                multiprocessors: gpu.multiprocessors()?,
+            });
+        }
+        for gpu in &gpus {
+            let row = gpus
+                .iter()
+                .map(|peer| Ok(gpu.ordinal() == peer.ordinal() || gpu.can_access(peer)?));
+            self.peer_access.push(row.collect::<Result<_, CudaError>>()?);
+        }
+        Ok(())
+    }
+}
+
+/// The version in the kernel module's own words.
+fn driver_version() -> Option<String> {
+    let text = std::fs::read_to_string("/sys/module/nvidia/version").ok()?;
+    Some(text.trim().to_owned()).filter(|version| !version.is_empty())
+}
+
+#[allow(unsafe_code)]
+fn nccl_version(table: &NcclVersionTable) -> Option<String> {
+    let mut version = 0;
+    // SAFETY: writes one integer.
+    if unsafe { (table.version)(&raw mut version) } != 0 {
+        return None;
+    }
+    // NCCL's own encoding since 2.9: major · 10000 + minor · 100 + patch.
+    Some(format!(
+        "{}.{}.{}",
+        version / 10_000,
+        version / 100 % 100,
+        version % 100
+    ))
+}

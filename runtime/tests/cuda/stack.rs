@@ -1,0 +1,158 @@
+//! A CUDA stack to test with: the stand-ins, built once, or the machine's own.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, OnceLock};
+
+use bytemuck::Pod;
+use eaglet_runtime::cuda::{
+    Buffer, Context, CudaError, Driver, KernelCache, Kernels, Nvrtc, SearchPath, Stream,
+};
+use eaglet_runtime::digest::Digest;
+
+const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/cuda");
+const CHILD: &str = "EAGLET_TEST_CHILD";
+
+/// A device with its kernels.
+pub struct Stack {
+    pub context: Arc<Context>,
+    pub stream: Stream,
+    pub kernels: Kernels,
+    real: bool,
+}
+
+fn wants_real() -> bool {
+    std::env::var_os("EAGLET_TEST_GPU").is_some_and(|value| value == "1")
+}
+
+/// The folder of the stand-in libraries; none if they cannot be built here.
+pub fn stand_ins() -> Option<&'static Path> {
+    static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
+    FOLDER.get_or_init(build).as_deref()
+}
+
+fn build() -> Option<PathBuf> {
+    if Command::new("g++").arg("--version").output().is_err() {
+        println!("skipped: there is no g++ to build the stand-in CUDA libraries with");
+        return None;
+    }
+    let sources = Path::new(SOURCES).canonicalize().expect("the stand-ins' sources");
+    let texts: Vec<u8> = ["driver.cpp", "nvrtc.cpp", "cuda_host.h"]
+        .iter()
+        .flat_map(|name| std::fs::read(sources.join(name)).expect("a source"))
+        .collect();
+    let target = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let folder = target.join(format!("cuda-{}", Digest::of(&texts)));
+    if folder.is_dir() {
+        return Some(folder);
+    }
+    // Built under another name first: test processes may build at the same time.
+    let partial = tempfile::tempdir_in(target).expect("a folder");
+    let header = format!("-DSTANDIN_HEADER=\"{}\"", sources.join("cuda_host.h").display());
+    for (source, library, names) in [
+        ("driver.cpp", "libcuda.so.1", &["libcuda.so.1"]),
+        ("nvrtc.cpp", "libnvrtc.so.12", &["libnvrtc.so.12"]),
+    ] {
+        let built = Command::new("g++")
+            .args(["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"])
+            .arg(&header)
+            .arg(format!("-Wl,-soname,{}", names[0]))
+            .arg(sources.join(source))
+            .arg("-o")
+            .arg(partial.path().join(library))
+            .arg("-ldl")
+            .output()
+            .expect("g++ runs");
+        assert!(
+            built.status.success(),
+            "{}",
+            String::from_utf8_lossy(&built.stderr)
+        );
+    }
+    let partial = partial.keep();
+    if std::fs::rename(&partial, &folder).is_err() {
+        assert!(folder.is_dir(), "another process built them meanwhile");
+        std::fs::remove_dir_all(&partial).expect("removed");
+    }
+    Some(folder)
+}
+
+/// Where the stack's libraries are looked for.
+pub fn search() -> Option<SearchPath> {
+    if wants_real() {
+        return Some(SearchPath::here());
+    }
+    Some(SearchPath::new(&OsString::from(stand_ins()?), Vec::new()))
+}
+
+/// Compiled kernels of all test processes; compiling them takes longer than running them.
+fn cache() -> KernelCache {
+    KernelCache::at(Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels"))
+}
+
+impl Stack {
+    /// A stack, or none where it cannot be built.
+    pub fn open() -> Option<Self> {
+        let search = search()?;
+        Some(Self::try_open(&search).unwrap_or_else(|error| panic!("{error}")))
+    }
+
+    pub fn try_open(search: &SearchPath) -> Result<Self, CudaError> {
+        let context = Driver::open(search)?.device(0)?.context()?;
+        let stream = Stream::new(&context)?;
+        // The stand-in's code depends on its header and on this machine, which NVRTC's version does not say.
+        let kernels = match stand_ins().filter(|_| !wants_real()) {
+            Some(folder) => {
+                let nvrtc = Nvrtc::open(search)?;
+                Kernels::new(&context, nvrtc, KernelCache::at(folder.join("kernels")))?
+            }
+            None => Kernels::new(&context, Nvrtc::open(search)?, cache())?,
+        };
+        Ok(Self {
+            context,
+            stream,
+            kernels,
+            real: wants_real(),
+        })
+    }
+
+    /// Whether it is the machine's own GPU.
+    pub fn is_real(&self) -> bool {
+        self.real
+    }
+
+    pub fn upload<T: Pod>(&self, values: &[T]) -> Buffer<T> {
+        let mut buffer = Buffer::new(&self.context, values.len()).expect("room");
+        self.stream.upload(values, buffer.view_mut()).expect("sent");
+        buffer
+    }
+
+    pub fn download<T: Pod + Default>(&self, buffer: &Buffer<T>) -> Vec<T> {
+        let mut values = vec![T::default(); buffer.len()];
+        self.stream.download(buffer.view(), &mut values).expect("received");
+        values
+    }
+}
+
+/// Whether this process was started by a test.
+pub fn is_child() -> bool {
+    std::env::var_os(CHILD).is_some()
+}
+
+/// Runs one test of this binary in a process of its own with other variables; what it prints.
+pub fn child(test: &str, variables: &[(&str, &str)]) -> String {
+    let output = Command::new(std::env::current_exe().expect("this binary"))
+        .args(["--exact", test, "--nocapture", "--test-threads=1"])
+        .env(CHILD, "1")
+        .envs(variables.iter().copied())
+        .output()
+        .expect("a child");
+    let text = format!(
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    assert!(output.status.success(), "{text}");
+    text
+}
