@@ -15,6 +15,7 @@
 //                              room), launch:N (that kernel fails), hang:N (that kernel never ends), die:N (the process
 //                              is killed in that kernel)
 
+#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -65,11 +66,16 @@ struct Device {
     size_t used = 0;
     int retained = 0;
 };
+// Kernels and copies run when they are asked for. What other libraries do on a stream is begun and ends later; until
+// then whoever asks for more waits, and queries say "not yet".
 struct Stream {
     Device* device;
+    uint64_t begun = 0, ended = 0;
 };
 struct Event {
     Device* device;
+    Stream* stream = nullptr;
+    uint64_t begun = 0;
 };
 struct Allocation {
     size_t bytes;
@@ -81,11 +87,11 @@ const unsigned char FENCE_BYTE = 0xa5;
 const size_t SHARED_MOST = 227 * 1024;
 
 std::mutex lock;
+std::condition_variable changed;
 bool initialised = false;
 Device devices[64];
 std::map<uintptr_t, Allocation> allocations;
 int sticky = SUCCESS; // a failed kernel poisons its process's context, as on a GPU
-bool hung = false;
 long allocated = 0, launched = 0;
 thread_local Device* current = nullptr;
 
@@ -143,16 +149,21 @@ void check_fence(uintptr_t pointer, size_t bytes) {
     }
 }
 
-void wait_while_hung() {
-    while (hung) {
-        pause();
-    }
+// Waits until the stream has ended what was begun so far.
+void wait_for(Stream* stream, uint64_t begun, std::unique_lock<std::mutex>& guard) {
+    changed.wait(guard, [&] { return stream->ended >= begun; });
 }
 
 } // namespace
 
 #define API extern "C" __attribute__((visibility("default"))) int
-#define GUARD std::lock_guard<std::mutex> guard(lock)
+#define GUARD std::unique_lock<std::mutex> guard(lock)
+// Whatever is asked of a stream comes after what was begun on it; no stream is the default one, which is never busy.
+#define IN_ORDER                                                                                                       \
+    if (stream) {                                                                                                      \
+        wait_for(static_cast<Stream*>(stream), static_cast<Stream*>(stream)->begun, guard);                            \
+    }                                                                                                                  \
+    USABLE
 #define USABLE                                                                                                         \
     if (int code = usable()) {                                                                                         \
         return code;                                                                                                   \
@@ -318,9 +329,9 @@ API cuMemFreeHost(void* pointer) {
     return SUCCESS;
 }
 
-API cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void*) {
+API cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void* stream) {
     GUARD;
-    USABLE;
+    IN_ORDER;
     if (!holds(to, bytes)) {
         return INVALID_VALUE;
     }
@@ -328,9 +339,9 @@ API cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void*) {
     return SUCCESS;
 }
 
-API cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void*) {
+API cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void* stream) {
     GUARD;
-    USABLE;
+    IN_ORDER;
     if (!holds(from, bytes)) {
         return INVALID_VALUE;
     }
@@ -338,9 +349,9 @@ API cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void*) {
     return SUCCESS;
 }
 
-API cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void*) {
+API cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void* stream) {
     GUARD;
-    USABLE;
+    IN_ORDER;
     if (!holds(from, bytes) || !holds(to, bytes)) {
         return INVALID_VALUE;
     }
@@ -348,9 +359,9 @@ API cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void*) {
     return SUCCESS;
 }
 
-API cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, void*) {
+API cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, void* stream) {
     GUARD;
-    USABLE;
+    IN_ORDER;
     if (!holds(to, bytes)) {
         return INVALID_VALUE;
     }
@@ -361,7 +372,7 @@ API cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, void*) {
 API cuStreamCreate(void** stream, unsigned) {
     GUARD;
     USABLE;
-    *stream = new Stream{current};
+    *stream = new Stream{current, 0, 0};
     return SUCCESS;
 }
 
@@ -370,27 +381,45 @@ API cuStreamDestroy_v2(void* stream) {
     return SUCCESS;
 }
 
-API cuStreamSynchronize(void*) {
-    wait_while_hung();
+API cuStreamSynchronize(void* stream) {
     GUARD;
-    return usable();
+    IN_ORDER;
+    return SUCCESS;
 }
 
-API cuStreamQuery(void*) {
+API cuStreamQuery(void* stream) {
     GUARD;
     USABLE;
-    return hung ? NOT_READY : SUCCESS;
+    const Stream* asked = static_cast<Stream*>(stream);
+    return asked->ended < asked->begun ? NOT_READY : SUCCESS;
 }
 
-API cuStreamWaitEvent(void*, void*, unsigned) {
+API cuStreamWaitEvent(void*, void* event, unsigned) {
     GUARD;
+    USABLE;
+    Event* mark = static_cast<Event*>(event);
+    if (mark->stream) {
+        wait_for(mark->stream, mark->begun, guard);
+    }
     return usable();
+}
+
+// For the stand-in of another library: something begins on the stream, or ends.
+extern "C" __attribute__((visibility("default"))) void standin_stream_begin(void* stream) {
+    GUARD;
+    ++static_cast<Stream*>(stream)->begun;
+}
+
+extern "C" __attribute__((visibility("default"))) void standin_stream_end(void* stream) {
+    GUARD;
+    ++static_cast<Stream*>(stream)->ended;
+    changed.notify_all();
 }
 
 API cuEventCreate(void** event, unsigned) {
     GUARD;
     USABLE;
-    *event = new Event{current};
+    *event = new Event{current, nullptr, 0};
     return SUCCESS;
 }
 
@@ -399,20 +428,29 @@ API cuEventDestroy_v2(void* event) {
     return SUCCESS;
 }
 
-API cuEventRecord(void*, void*) {
-    GUARD;
-    return usable();
-}
-
-API cuEventQuery(void*) {
+API cuEventRecord(void* event, void* stream) {
     GUARD;
     USABLE;
-    return hung ? NOT_READY : SUCCESS;
+    Event* mark = static_cast<Event*>(event);
+    mark->stream = static_cast<Stream*>(stream);
+    mark->begun = mark->stream->begun;
+    return SUCCESS;
 }
 
-API cuEventSynchronize(void*) {
-    wait_while_hung();
+API cuEventQuery(void* event) {
     GUARD;
+    USABLE;
+    const Event* mark = static_cast<Event*>(event);
+    return mark->stream && mark->stream->ended < mark->begun ? NOT_READY : SUCCESS;
+}
+
+API cuEventSynchronize(void* event) {
+    GUARD;
+    USABLE;
+    Event* mark = static_cast<Event*>(event);
+    if (mark->stream) {
+        wait_for(mark->stream, mark->begun, guard);
+    }
     return usable();
 }
 
@@ -481,7 +519,7 @@ API cuFuncSetAttribute(void* function, int attribute, int value) {
 }
 
 API cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                   unsigned block_z, unsigned shared_bytes, void*, void** arguments, void**) {
+                   unsigned block_z, unsigned shared_bytes, void* stream, void** arguments, void**) {
     GUARD;
     USABLE;
     Function* kernel = static_cast<Function*>(function);
@@ -495,11 +533,10 @@ API cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
         raise(SIGKILL);
     }
     if (strikes("hang", launched)) {
-        hung = true;
-    }
-    if (hung) {
+        ++static_cast<Stream*>(stream)->begun; // and nothing ends it
         return SUCCESS;
     }
+    IN_ORDER;
     if (strikes("launch", launched)) {
         sticky = LAUNCH_FAILED;
         return SUCCESS; // launches are asynchronous: the failure shows when somebody waits

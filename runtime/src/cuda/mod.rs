@@ -3,11 +3,13 @@
 //! Nothing of CUDA is needed to build this crate or to start the binary. The layers, from below: [`Library`] finds and
 //! opens a shared object; [`Driver`], [`Gpu`] and [`Context`] are the driver's; [`Buffer`], [`Stream`], [`Module`] own
 //! what they name; [`Nvrtc`] and [`KernelCache`] make machine code of the texts in `kernels/`; [`Kernels`] launches it,
-//! one function per operation, with the shapes checked.
+//! one function per operation, with the shapes checked; [`Blas`] multiplies; [`Communicator`] sums over
+//! ranks.
 //!
 //! Invariants of all kernels are those of [`crate::device`]: sums in an order that depends on shapes only, and rows that
 //! do not depend on the rows beside them.
 
+mod blas;
 mod cache;
 mod driver;
 mod kernels;
@@ -15,11 +17,13 @@ mod library;
 mod matrix;
 mod memory;
 mod module;
+mod nccl;
 mod nvrtc;
 mod programs;
 mod stream;
 mod survey;
 
+pub use blas::{Blas, Factor, ProductKind};
 pub use cache::{CACHE_VARIABLE, KernelCache, Origin, Source};
 pub use driver::{Context, CudaError, Driver, Gpu};
 pub use kernels::{AttentionOperands, AttentionTables, DeviceForm, Kernels, RowChoice, ScatterList, checksum};
@@ -27,6 +31,7 @@ pub use library::{Library, LibraryError, LibraryKind, PATH_VARIABLE, SearchPath}
 pub use matrix::{Indices, MatrixView, MatrixViewMut};
 pub use memory::{Arena, ArenaFull, Buffer, Holders, Pinned, View, ViewMut};
 pub use module::{Function, FunctionCost, Module};
+pub use nccl::{Collectable, Communicator, Nccl, NcclError, Pending, UniqueId};
 pub use nvrtc::Nvrtc;
 pub use programs::Program;
 pub use stream::{Event, Stream};

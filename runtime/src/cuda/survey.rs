@@ -3,14 +3,8 @@
 use serde::Serialize;
 
 use super::driver::{CudaError, Driver, Gpu};
-use super::library::{Library, LibraryKind, SearchPath, functions};
-
-functions! {
-    /// What is asked of NCCL before a communicator is made.
-    NcclVersionTable of Nccl {
-        fn version as "ncclGetVersion" (version: *mut i32);
-    }
-}
+use super::library::{Library, LibraryKind, SearchPath};
+use super::nccl::Nccl;
 
 /// Everything about GPUs that is known without using one.
 #[derive(Debug, Clone, Serialize)]
@@ -88,10 +82,11 @@ impl GpuSurvey {
                 Err(error) => survey.problems.push(error.to_string()),
             }
         }
-        match NcclVersionTable::open(search) {
-            Ok(table) => {
-                survey.found(LibraryKind::Nccl, &table.library);
-                survey.nccl = nccl_version(&table);
+        match Nccl::open(search) {
+            Ok(nccl) => {
+                let (major, minor, patch) = nccl.version();
+                survey.found(LibraryKind::Nccl, nccl.library());
+                survey.nccl = Some(format!("{major}.{minor}.{patch}"));
             }
             Err(error) => survey.problems.push(error.to_string()),
         }
@@ -144,20 +139,4 @@ impl GpuSurvey {
 fn driver_version() -> Option<String> {
     let text = std::fs::read_to_string("/sys/module/nvidia/version").ok()?;
     Some(text.trim().to_owned()).filter(|version| !version.is_empty())
-}
-
-#[allow(unsafe_code)]
-fn nccl_version(table: &NcclVersionTable) -> Option<String> {
-    let mut version = 0;
-    // SAFETY: writes one integer.
-    if unsafe { (table.version)(&raw mut version) } != 0 {
-        return None;
-    }
-    // NCCL's own encoding since 2.9: major · 10000 + minor · 100 + patch.
-    Some(format!(
-        "{}.{}.{}",
-        version / 10_000,
-        version / 100 % 100,
-        version % 100
-    ))
 }

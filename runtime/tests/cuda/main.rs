@@ -5,8 +5,10 @@
 
 mod attention;
 mod cases;
+mod communicators;
 mod elementwise;
 mod faults;
+mod products;
 mod rows;
 mod stack;
 
@@ -41,12 +43,11 @@ fn bits_do_not_depend_on_the_order_of_threads() {
     let reversed = stack::child("bits_in_reverse_order", &[("EAGLET_STANDIN_REVERSE", "1")]);
     let theirs: Vec<&str> = reversed.lines().filter(|line| line.starts_with("bits ")).collect();
     let ours = all_cases(&stack).digests();
-    assert_eq!(
-        ours.iter().map(String::as_str).collect::<Vec<_>>(),
-        theirs,
-        "{reversed}"
-    );
     assert!(ours.len() > 50, "{} cases", ours.len());
+    assert_eq!(ours.len(), theirs.len(), "cases here and there");
+    for (ours, theirs) in ours.iter().zip(theirs) {
+        assert_eq!(ours, theirs);
+    }
 }
 
 /// The child of the test above.
@@ -56,6 +57,7 @@ fn bits_in_reverse_order() {
         return;
     }
     let Some(stack) = Stack::open() else { return };
+    println!();
     for line in all_cases(&stack).digests() {
         println!("{line}");
     }

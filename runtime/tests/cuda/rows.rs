@@ -181,7 +181,7 @@ fn integer_form(cases: &mut Cases<'_>, bits: u32, group: u32) {
 
 fn fp8_form(cases: &mut Cases<'_>) {
     let stack = cases.stack;
-    let (rows, cols, block) = (16, 48, [5_u32, 20_u32]);
+    let (rows, cols, block) = (16_usize, 48_usize, [5_u32, 20_u32]);
     // No code that is no number.
     let codes: Vec<u8> = (0..rows * cols)
         .map(|i| (i * 37) as u8)

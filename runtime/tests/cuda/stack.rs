@@ -38,8 +38,16 @@ fn build() -> Option<PathBuf> {
         return None;
     }
     let sources = Path::new(SOURCES).canonicalize().expect("the stand-ins' sources");
-    let texts: Vec<u8> = ["driver.cpp", "nvrtc.cpp", "cuda_host.h"]
+    let libraries = [
+        ("driver.cpp", "libcuda.so.1"),
+        ("nvrtc.cpp", "libnvrtc.so.12"),
+        ("cublaslt.cpp", "libcublasLt.so.12"),
+        ("nccl.cpp", "libnccl.so.2"),
+    ];
+    let texts: Vec<u8> = libraries
         .iter()
+        .map(|(source, _)| *source)
+        .chain(["cuda_host.h"])
         .flat_map(|name| std::fs::read(sources.join(name)).expect("a source"))
         .collect();
     let target = Path::new(env!("CARGO_TARGET_TMPDIR"));
@@ -50,14 +58,11 @@ fn build() -> Option<PathBuf> {
     // Built under another name first: test processes may build at the same time.
     let partial = tempfile::tempdir_in(target).expect("a folder");
     let header = format!("-DSTANDIN_HEADER=\"{}\"", sources.join("cuda_host.h").display());
-    for (source, library, names) in [
-        ("driver.cpp", "libcuda.so.1", &["libcuda.so.1"]),
-        ("nvrtc.cpp", "libnvrtc.so.12", &["libnvrtc.so.12"]),
-    ] {
+    for (source, library) in libraries {
         let built = Command::new("g++")
-            .args(["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"])
+            .args(["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"])
             .arg(&header)
-            .arg(format!("-Wl,-soname,{}", names[0]))
+            .arg(format!("-Wl,-soname,{library}"))
             .arg(sources.join(source))
             .arg("-o")
             .arg(partial.path().join(library))

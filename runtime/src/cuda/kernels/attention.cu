@@ -37,7 +37,7 @@ __device__ inline void load_tile(float* tile, u32 pitch, u32 width, u32 tile_row
 // the keys. visible [queries, 2]: first key, end. sinks [heads] or null; softcap 0: none.
 // Grid: tiles, heads. Shared memory in floats: TILE_QUERIES * HEAD_PITCH + TILE_KEYS * max(HEAD_PITCH, VALUE_PITCH) +
 // TILE_QUERIES * SCORE_PITCH.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
     attention_forward(const float* q, const float* k, const float* v, const float* k_diagonal, const float* v_diagonal,
                       const u32* visible, const u32* tiles, const float* sinks, float softcap, float scale, u32 queries,
                       u32 heads, u32 kv_heads, u32 diagonals, float* out, float* lse) {
@@ -231,7 +231,7 @@ __device__ inline void two_products(const float* x_tile, const float* y_tile, co
 // Gradients of queries, and of the diagonal keys and values, which are added to. delta [queries, heads] becomes the sum
 // of p * dp of each softmax. Grid: tiles of BACK_QUERIES queries, kv heads; the heads that share a key take turns, so
 // nothing races. Shared memory in floats: 4 * BACK_QUERIES * HEAD_PITCH + BACK_QUERIES * BACK_PITCH.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
     attention_backward_queries(const float* q, const float* k, const float* v, const float* k_diagonal,
                                const float* v_diagonal, const u32* visible, const u32* tiles, const float* lse,
                                const float* dout, float scale, u32 queries, u32 heads, u32 kv_heads, u32 diagonals,
@@ -369,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // Adds the gradients of keys and values that many queries share. tiles [any, 4]: first key, keys, first query, end of the
 // queries that see any of them. Grid: tiles of BACK_KEYS keys, kv heads. Shared memory in floats: 4 * BACK_KEYS *
 // HEAD_PITCH + 2 * BACK_KEYS * BACK_PITCH.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
     attention_backward_keys(const float* q, const float* k, const float* v, const u32* visible, const u32* tiles,
                             const float* lse, const float* delta, const float* dout, float scale, u32 heads,
                             u32 kv_heads, float* dk, float* dv) {

@@ -1,0 +1,580 @@
+//! Matrix products by cuBLASLt.
+//!
+//! cuBLASLt is column-major and every matrix of eaglet's is row-major, so a product is asked for as its transpose:
+//! `cᵀ = bᵀ·aᵀ`. A row-major matrix read by columns *is* its transpose, so nothing is moved; only the operation of each
+//! factor says whether its elements lie along rows or along columns.
+//!
+//! PRODUCT-1: an algorithm is chosen once per width, depth, types and strides, for a fixed number of rows, and without
+//! split sums; so a row of a product has the same bits whatever other rows share the call. The products of a transposed
+//! first factor, which are weight gradients, are chosen for their own number of rows.
+
+use std::collections::HashMap;
+use std::ffi::{c_int, c_void};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::cublaslt::sys::{
+    cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatmulDescAttributes_t,
+    cublasLtMatmulPreference_t, cublasLtMatmulPreferenceAttributes_t, cublasLtMatrixLayout_t, cudaDataType,
+};
+use cudarc::driver::sys::CUstream;
+
+use super::driver::{Context, CudaError};
+use super::library::{SearchPath, functions};
+use super::matrix::{MatrixView, MatrixViewMut};
+use super::memory::Buffer;
+use super::stream::Stream;
+
+functions! {
+    /// cuBLASLt's functions.
+    BlasTable of CublasLt {
+        fn create as "cublasLtCreate" (handle: *mut cublasLtHandle_t);
+        fn destroy as "cublasLtDestroy" (handle: cublasLtHandle_t);
+        fn layout_create as "cublasLtMatrixLayoutCreate" (layout: *mut cublasLtMatrixLayout_t, kind: cudaDataType, rows: u64, cols: u64, stride: i64);
+        fn layout_destroy as "cublasLtMatrixLayoutDestroy" (layout: cublasLtMatrixLayout_t);
+        fn desc_create as "cublasLtMatmulDescCreate" (desc: *mut cublasLtMatmulDesc_t, compute: cublasComputeType_t, scale: cudaDataType);
+        fn desc_destroy as "cublasLtMatmulDescDestroy" (desc: cublasLtMatmulDesc_t);
+        fn desc_set as "cublasLtMatmulDescSetAttribute" (desc: cublasLtMatmulDesc_t, attribute: cublasLtMatmulDescAttributes_t, value: *const c_void, bytes: usize);
+        fn preference_create as "cublasLtMatmulPreferenceCreate" (preference: *mut cublasLtMatmulPreference_t);
+        fn preference_destroy as "cublasLtMatmulPreferenceDestroy" (preference: cublasLtMatmulPreference_t);
+        fn preference_set as "cublasLtMatmulPreferenceSetAttribute" (preference: cublasLtMatmulPreference_t, attribute: cublasLtMatmulPreferenceAttributes_t, value: *const c_void, bytes: usize);
+        fn heuristic as "cublasLtMatmulAlgoGetHeuristic" (
+            handle: cublasLtHandle_t, desc: cublasLtMatmulDesc_t,
+            a: cublasLtMatrixLayout_t, b: cublasLtMatrixLayout_t, c: cublasLtMatrixLayout_t, d: cublasLtMatrixLayout_t,
+            preference: cublasLtMatmulPreference_t, wanted: c_int, results: *mut Heuristic, found: *mut c_int,
+        );
+        fn matmul as "cublasLtMatmul" (
+            handle: cublasLtHandle_t, desc: cublasLtMatmulDesc_t, alpha: *const c_void,
+            a: u64, a_layout: cublasLtMatrixLayout_t, b: u64, b_layout: cublasLtMatrixLayout_t, beta: *const c_void,
+            c: u64, c_layout: cublasLtMatrixLayout_t, d: u64, d_layout: cublasLtMatrixLayout_t,
+            algorithm: *const [u64; 8], workspace: u64, workspace_bytes: usize, stream: CUstream,
+        );
+    }
+}
+
+/// `cublasLtMatmulHeuristicResult_t`, with its status as a plain integer.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct Heuristic {
+    algorithm: [u64; 8],
+    workspace_bytes: usize,
+    state: i32,
+    waves: f32,
+    reserved: [i32; 4],
+}
+
+/// NVIDIA's advice for Hopper; smaller GPUs use less of it.
+const WORKSPACE_BYTES: usize = 32 << 20;
+/// Rows of the product for which algorithms are chosen.
+const CHOSEN_FOR_ROWS: u64 = 2048;
+/// The largest alignment that the choice of an algorithm asks for, in bytes.
+const MAX_ALIGNMENT: u64 = 256;
+
+/// Types of the elements of a product; sums are f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ProductKind {
+    /// f32 factors, f32 result.
+    F32,
+    /// bf16 factors, f32 result.
+    Bf16,
+}
+
+impl ProductKind {
+    fn factor(self) -> cudaDataType {
+        match self {
+            Self::F32 => cudaDataType::CUDA_R_32F,
+            Self::Bf16 => cudaDataType::CUDA_R_16BF,
+        }
+    }
+}
+
+/// A factor of a product, `[rows, cols]`.
+#[derive(Debug)]
+pub struct Factor<'a, T> {
+    stored: MatrixView<'a, T>,
+    transposed: bool,
+}
+
+impl<T> Clone for Factor<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Factor<'_, T> {}
+
+impl<'a, T> Factor<'a, T> {
+    /// The matrix as it lies.
+    pub fn new(stored: MatrixView<'a, T>) -> Self {
+        Self {
+            stored,
+            transposed: false,
+        }
+    }
+
+    /// The transpose of the matrix as it lies.
+    pub fn transpose_of(stored: MatrixView<'a, T>) -> Self {
+        Self {
+            stored,
+            transposed: true,
+        }
+    }
+
+    fn shape(&self) -> (u64, u64) {
+        let (rows, cols) = (u64::from(self.stored.rows), u64::from(self.stored.cols));
+        if self.transposed {
+            (cols, rows)
+        } else {
+            (rows, cols)
+        }
+    }
+
+    fn place(&self) -> Place {
+        Place {
+            transposed: self.transposed,
+            stride: self.stored.row_stride.max(1),
+            alignment: alignment(self.stored.data.address()),
+        }
+    }
+}
+
+/// The largest power of two that divides an address, as far as anybody asks.
+fn alignment(address: u64) -> u64 {
+    (1 << address.trailing_zeros().min(63)).min(MAX_ALIGNMENT)
+}
+
+/// How a factor lies in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Place {
+    transposed: bool,
+    stride: u64,
+    alignment: u64,
+}
+
+/// Everything that the choice of an algorithm may depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Key {
+    kind: ProductKind,
+    /// Rows that the algorithm is chosen for.
+    rows: u64,
+    cols: u64,
+    depth: u64,
+    a: Place,
+    b: Place,
+    c: Place,
+    accumulate: bool,
+}
+
+/// A column-major matrix as cuBLASLt is told of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Columns {
+    rows: u64,
+    cols: u64,
+    stride: u64,
+    /// It is transposed before it is multiplied.
+    transposed: bool,
+}
+
+/// The product `cᵀ = bᵀ·aᵀ`, in cuBLASLt's words: first factor, second factor, result.
+fn columns(key: &Key, rows: u64) -> [Columns; 3] {
+    // A row-major [x, y] is a column-major [y, x]; a factor that is stored transposed lies the other way round.
+    let factor = |x: u64, y: u64, place: Place| {
+        let (rows, cols) = if place.transposed { (x, y) } else { (y, x) };
+        Columns {
+            rows,
+            cols,
+            stride: place.stride,
+            transposed: place.transposed,
+        }
+    };
+    [
+        factor(key.depth, key.cols, key.b),
+        factor(rows, key.depth, key.a),
+        Columns {
+            rows: key.cols,
+            cols: rows,
+            stride: key.c.stride,
+            transposed: false,
+        },
+    ]
+}
+
+/// cuBLASLt on one device.
+#[derive(Debug)]
+pub struct Blas {
+    context: Arc<Context>,
+    table: BlasTable,
+    handle: cublasLtHandle_t,
+    workspace: Buffer<u8>,
+    algorithms: Mutex<HashMap<Key, [u64; 8]>>,
+}
+
+#[allow(unsafe_code)]
+// SAFETY: cuBLASLt's functions may be called from any thread (its documentation, "Thread Safety").
+unsafe impl Send for Blas {}
+#[allow(unsafe_code)]
+// SAFETY: as above.
+unsafe impl Sync for Blas {}
+
+/// A description that is destroyed in the end.
+struct Made<T: Copy> {
+    raw: T,
+    destroy: unsafe extern "C" fn(T) -> i32,
+}
+
+impl<T: Copy> Drop for Made<T> {
+    #[allow(unsafe_code)]
+    fn drop(&mut self) {
+        // SAFETY: made once, destroyed once.
+        unsafe { (self.destroy)(self.raw) };
+    }
+}
+
+fn check(call: &'static str, code: i32) -> Result<(), CudaError> {
+    if code == 0 {
+        return Ok(());
+    }
+    // cublasStatus_t of cublas_api.h.
+    let name = match code {
+        1 => "not initialised",
+        3 => "allocation failed",
+        7 => "invalid value",
+        8 => "architecture mismatch",
+        13 => "execution failed",
+        14 => "internal error",
+        15 => "not supported",
+        _ => "unknown",
+    };
+    Err(CudaError::Call {
+        call,
+        code,
+        name: format!("cublas status {code}"),
+        text: name.to_owned(),
+    })
+}
+
+#[allow(unsafe_code)]
+impl Blas {
+    /// Opens cuBLASLt for a device, with a workspace for one stream of products.
+    ///
+    /// # Errors
+    /// If the library is missing, does not start, or the device has no room.
+    pub fn new(context: &Arc<Context>, search: &SearchPath) -> Result<Self, CudaError> {
+        let table = BlasTable::open(search)?;
+        context.bind()?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: writes one handle.
+        check("cublasLtCreate", unsafe { (table.create)(&raw mut handle) })?;
+        Ok(Self {
+            context: context.clone(),
+            table,
+            handle,
+            workspace: Buffer::new(context, WORKSPACE_BYTES)?,
+            algorithms: Mutex::default(),
+        })
+    }
+
+    /// `c = alpha · a·b`, or `c += alpha · a·b` with `accumulate`, of f32; sums are f32, without TF32.
+    ///
+    /// # Errors
+    /// If cuBLASLt refuses.
+    ///
+    /// # Panics
+    /// If the shapes differ.
+    pub fn product(
+        &self,
+        stream: &Stream,
+        c: MatrixViewMut<'_>,
+        a: Factor<'_, f32>,
+        b: Factor<'_, f32>,
+        alpha: f32,
+        accumulate: bool,
+    ) -> Result<(), CudaError> {
+        self.run(stream, ProductKind::F32, c, a, b, alpha, accumulate)
+    }
+
+    /// [`Blas::product`] of bf16 factors; the result and the sums are f32.
+    ///
+    /// # Errors
+    /// If cuBLASLt refuses.
+    ///
+    /// # Panics
+    /// If the shapes differ.
+    pub fn product_bf16(
+        &self,
+        stream: &Stream,
+        c: MatrixViewMut<'_>,
+        a: Factor<'_, u16>,
+        b: Factor<'_, u16>,
+        alpha: f32,
+        accumulate: bool,
+    ) -> Result<(), CudaError> {
+        self.run(stream, ProductKind::Bf16, c, a, b, alpha, accumulate)
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn run<T>(
+        &self,
+        stream: &Stream,
+        kind: ProductKind,
+        c: MatrixViewMut<'_>,
+        a: Factor<'_, T>,
+        b: Factor<'_, T>,
+        alpha: f32,
+        accumulate: bool,
+    ) -> Result<(), CudaError> {
+        let (rows, cols) = (u64::from(c.rows), u64::from(c.cols));
+        let ((a_rows, depth), (b_rows, b_cols)) = (a.shape(), b.shape());
+        assert_eq!((a_rows, b_rows, b_cols), (rows, depth, cols), "shapes of a product");
+        assert!(depth > 0 || rows * cols == 0, "a product without depth");
+        if rows * cols == 0 {
+            return Ok(());
+        }
+        self.context.bind()?;
+        let key = Key {
+            kind,
+            rows: if a.transposed { rows } else { CHOSEN_FOR_ROWS },
+            cols,
+            depth,
+            a: a.place(),
+            b: b.place(),
+            c: Place {
+                transposed: false,
+                stride: c.row_stride.max(1),
+                alignment: alignment(c.data.address()),
+            },
+            accumulate,
+        };
+        let desc = self.desc(&key)?;
+        let algorithm = self.algorithm(&key, &desc)?;
+        let [first, second, result] = self.layouts(&key, rows)?;
+        let beta: f32 = if accumulate { 1.0 } else { 0.0 };
+        let target = c.data.address();
+        // SAFETY: the views hold what the layouts describe, which the shapes above were checked for; both scalars are
+        // read before the call returns.
+        check("cublasLtMatmul", unsafe {
+            (self.table.matmul)(
+                self.handle,
+                desc.raw,
+                (&raw const alpha).cast(),
+                b.stored.data.address(),
+                first.raw,
+                a.stored.data.address(),
+                second.raw,
+                (&raw const beta).cast(),
+                target,
+                result.raw,
+                target,
+                result.raw,
+                &raw const algorithm,
+                self.workspace.view().address(),
+                self.workspace.len(),
+                stream.raw(),
+            )
+        })
+    }
+
+    fn desc(&self, key: &Key) -> Result<Made<cublasLtMatmulDesc_t>, CudaError> {
+        let mut raw = std::ptr::null_mut();
+        let (compute, scale) = (
+            cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            cudaDataType::CUDA_R_32F,
+        );
+        // SAFETY: writes one handle.
+        check("cublasLtMatmulDescCreate", unsafe {
+            (self.table.desc_create)(&raw mut raw, compute, scale)
+        })?;
+        let made = Made {
+            raw,
+            destroy: self.table.desc_destroy,
+        };
+        let [first, second, _] = columns(key, 1);
+        for (attribute, transposed) in [
+            (
+                cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
+                first.transposed,
+            ),
+            (
+                cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSB,
+                second.transposed,
+            ),
+        ] {
+            let operation = i32::from(transposed);
+            // SAFETY: the attribute is a 32-bit integer.
+            check("cublasLtMatmulDescSetAttribute", unsafe {
+                (self.table.desc_set)(
+                    made.raw,
+                    attribute,
+                    (&raw const operation).cast(),
+                    size_of::<i32>(),
+                )
+            })?;
+        }
+        Ok(made)
+    }
+
+    fn layouts(&self, key: &Key, rows: u64) -> Result<[Made<cublasLtMatrixLayout_t>; 3], CudaError> {
+        let [first, second, result] = columns(key, rows);
+        let factor = key.kind.factor();
+        Ok([
+            self.layout(first, factor)?,
+            self.layout(second, factor)?,
+            self.layout(result, cudaDataType::CUDA_R_32F)?,
+        ])
+    }
+
+    fn layout(
+        &self,
+        columns: Columns,
+        kind: cudaDataType,
+    ) -> Result<Made<cublasLtMatrixLayout_t>, CudaError> {
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: writes one handle.
+        check("cublasLtMatrixLayoutCreate", unsafe {
+            (self.table.layout_create)(
+                &raw mut raw,
+                kind,
+                columns.rows,
+                columns.cols,
+                columns.stride.cast_signed(),
+            )
+        })?;
+        Ok(Made {
+            raw,
+            destroy: self.table.layout_destroy,
+        })
+    }
+
+    /// The algorithm of a kind of products; PRODUCT-1.
+    fn algorithm(&self, key: &Key, desc: &Made<cublasLtMatmulDesc_t>) -> Result<[u64; 8], CudaError> {
+        let mut algorithms = self.algorithms.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(algorithm) = algorithms.get(key) {
+            return Ok(*algorithm);
+        }
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: writes one handle.
+        check("cublasLtMatmulPreferenceCreate", unsafe {
+            (self.table.preference_create)(&raw mut raw)
+        })?;
+        let preference = Made {
+            raw,
+            destroy: self.table.preference_destroy,
+        };
+        type Attribute = cublasLtMatmulPreferenceAttributes_t;
+        let set = |attribute, value: *const c_void, bytes| {
+            // SAFETY: the value has the attribute's size and outlives the call.
+            let code = unsafe { (self.table.preference_set)(preference.raw, attribute, value, bytes) };
+            check("cublasLtMatmulPreferenceSetAttribute", code)
+        };
+        let workspace = self.workspace.len() as u64;
+        set(
+            Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+            (&raw const workspace).cast(),
+            size_of::<u64>(),
+        )?;
+        // No split sums: their parts would be added in an order of their own.
+        let whole_sums = 0_u32;
+        set(
+            Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+            (&raw const whole_sums).cast(),
+            size_of::<u32>(),
+        )?;
+        for (attribute, place) in [
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, key.b),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, key.a),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, key.c),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, key.c),
+        ] {
+            let bytes = place.alignment as u32;
+            set(attribute, (&raw const bytes).cast(), size_of::<u32>())?;
+        }
+        let [first, second, result] = self.layouts(key, key.rows)?;
+        let (mut best, mut found) = (Heuristic::default(), 0);
+        // SAFETY: writes one result and their number.
+        check("cublasLtMatmulAlgoGetHeuristic", unsafe {
+            (self.table.heuristic)(
+                self.handle,
+                desc.raw,
+                first.raw,
+                second.raw,
+                result.raw,
+                result.raw,
+                preference.raw,
+                1,
+                &raw mut best,
+                &raw mut found,
+            )
+        })?;
+        if found < 1 {
+            return check("cublasLtMatmulAlgoGetHeuristic", 15).map(|()| best.algorithm);
+        }
+        check("cublasLtMatmulAlgoGetHeuristic", best.state)?;
+        tracing::debug!(?key, workspace = best.workspace_bytes, waves = best.waves, "algorithm");
+        algorithms.insert(*key, best.algorithm);
+        Ok(best.algorithm)
+    }
+}
+
+impl Drop for Blas {
+    #[allow(unsafe_code)]
+    fn drop(&mut self) {
+        if self.context.bind().is_ok() {
+            // SAFETY: made once, destroyed once.
+            unsafe { (self.table.destroy)(self.handle) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Element (row, col) of a column-major matrix, after its transposition.
+    fn element(of: Columns, row: u64, col: u64) -> u64 {
+        if of.transposed {
+            col + row * of.stride
+        } else {
+            row + col * of.stride
+        }
+    }
+
+    #[test]
+    fn the_transposed_product_reads_and_writes_the_right_elements() {
+        let (rows, cols, depth) = (3, 4, 5);
+        for layout in 0..4 {
+            let place = |transposed: bool, x: u64, y: u64| Place {
+                transposed,
+                stride: if transposed { x } else { y } + 2,
+                alignment: 4,
+            };
+            let key = Key {
+                kind: ProductKind::F32,
+                rows,
+                cols,
+                depth,
+                a: place(layout & 1 == 1, rows, depth),
+                b: place(layout & 2 == 2, depth, cols),
+                c: place(false, rows, cols),
+                accumulate: false,
+            };
+            let [first, second, result] = columns(&key, rows);
+            // Where a row-major factor has element (x, y).
+            let at = |place: Place, x: u64, y: u64| {
+                if place.transposed {
+                    y * place.stride + x
+                } else {
+                    x * place.stride + y
+                }
+            };
+            for (i, j, p) in (0..rows).flat_map(|i| (0..cols).flat_map(move |j| (0..depth).map(move |p| (i, j, p)))) {
+                assert_eq!(element(first, j, p), at(key.b, p, j), "b, layout {layout}");
+                assert_eq!(element(second, p, i), at(key.a, i, p), "a, layout {layout}");
+                assert_eq!(element(result, j, i), at(key.c, i, j), "c, layout {layout}");
+            }
+        }
+    }
+
+    #[test]
+    fn alignment_is_the_power_of_two_that_divides_the_address() {
+        assert_eq!([4, 24, 4096, 0x7f00_0000_0100].map(alignment), [4, 8, 256, 256]);
+    }
+}
