@@ -37,7 +37,9 @@ impl Cpu {
     fn here() -> Self {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-        let nodes = std::fs::read_dir("/sys/devices/system/node").into_iter().flatten();
+        let nodes = std::fs::read_dir("/sys/devices/system/node")
+            .into_iter()
+            .flatten();
         let numa_nodes = nodes
             .flatten()
             .filter(|entry| {
@@ -218,8 +220,14 @@ mod tests {
         assert!(!without.avx2 && !without.avx512 && without.amx_bf16);
         let other = Cpu::parse("processor : 0\nFeatures : fp asimd\n");
         assert_eq!(other.cores, 1);
-        assert_eq!(other.instructions(), "no vector instructions that eaglet looks for");
-        assert_eq!(total_memory("MemTotal:       2048 kB\nMemFree: 1 kB"), 2048 * 1024);
+        assert_eq!(
+            other.instructions(),
+            "no vector instructions that eaglet looks for"
+        );
+        assert_eq!(
+            total_memory("MemTotal:       2048 kB\nMemFree: 1 kB"),
+            2048 * 1024
+        );
     }
 
     #[test]

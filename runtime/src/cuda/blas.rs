@@ -324,7 +324,11 @@ impl Blas {
     ) -> Result<(), CudaError> {
         let (rows, cols) = (u64::from(c.rows), u64::from(c.cols));
         let ((a_rows, depth), (b_rows, b_cols)) = (a.shape(), b.shape());
-        assert_eq!((a_rows, b_rows, b_cols), (rows, depth, cols), "shapes of a product");
+        assert_eq!(
+            (a_rows, b_rows, b_cols),
+            (rows, depth, cols),
+            "shapes of a product"
+        );
         assert!(depth > 0 || rows * cols == 0, "a product without depth");
         if rows * cols == 0 {
             return Ok(());
@@ -375,10 +379,7 @@ impl Blas {
 
     fn desc(&self, key: &Key) -> Result<Made<cublasLtMatmulDesc_t>, CudaError> {
         let mut raw = std::ptr::null_mut();
-        let (compute, scale) = (
-            cublasComputeType_t::CUBLAS_COMPUTE_32F,
-            cudaDataType::CUDA_R_32F,
-        );
+        let (compute, scale) = (cublasComputeType_t::CUBLAS_COMPUTE_32F, cudaDataType::CUDA_R_32F);
         // SAFETY: writes one handle.
         check("cublasLtMatmulDescCreate", unsafe {
             (self.table.desc_create)(&raw mut raw, compute, scale)
@@ -508,7 +509,12 @@ impl Blas {
             return check("cublasLtMatmulAlgoGetHeuristic", 15).map(|()| best.algorithm);
         }
         check("cublasLtMatmulAlgoGetHeuristic", best.state)?;
-        tracing::debug!(?key, workspace = best.workspace_bytes, waves = best.waves, "algorithm");
+        tracing::debug!(
+            ?key,
+            workspace = best.workspace_bytes,
+            waves = best.waves,
+            "algorithm"
+        );
         algorithms.insert(*key, best.algorithm);
         Ok(best.algorithm)
     }
@@ -565,7 +571,9 @@ mod tests {
                     x * place.stride + y
                 }
             };
-            for (i, j, p) in (0..rows).flat_map(|i| (0..cols).flat_map(move |j| (0..depth).map(move |p| (i, j, p)))) {
+            for (i, j, p) in
+                (0..rows).flat_map(|i| (0..cols).flat_map(move |j| (0..depth).map(move |p| (i, j, p))))
+            {
                 assert_eq!(element(first, j, p), at(key.b, p, j), "b, layout {layout}");
                 assert_eq!(element(second, p, i), at(key.a, i, p), "a, layout {layout}");
                 assert_eq!(element(result, j, i), at(key.c, i, j), "c, layout {layout}");

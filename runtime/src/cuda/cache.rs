@@ -109,10 +109,7 @@ fn key(source: &Source<'_>, (major, minor): (u32, u32)) -> Digest {
     let mut bytes = Vec::with_capacity(source.text.len() + 256);
     let version = format!("{major}.{minor}");
     let parts = [source.program, source.text, source.architecture, &version];
-    for part in parts
-        .into_iter()
-        .chain(source.options.iter().map(String::as_str))
-    {
+    for part in parts.into_iter().chain(source.options.iter().map(String::as_str)) {
         bytes.extend_from_slice(&(part.len() as u64).to_le_bytes());
         bytes.extend_from_slice(part.as_bytes());
     }
@@ -237,7 +234,13 @@ mod tests {
         assert!(write(&blocked, key, b"code").is_err());
         let names: Vec<String> = std::fs::read_dir(folder.path())
             .expect("listed")
-            .map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned())
+            .map(|entry| {
+                entry
+                    .expect("an entry")
+                    .file_name()
+                    .to_string_lossy()
+                    .into_owned()
+            })
             .collect();
         assert!(names.iter().all(|name| !name.contains("partial")), "{names:?}");
     }

@@ -226,7 +226,10 @@ impl Driver {
             let reason = match count {
                 0 => format!("the driver has no device{hidden}"),
                 1 => format!("the driver has one device, cuda:0{hidden}"),
-                count => format!("the driver has {count} devices, cuda:0 to cuda:{}{hidden}", count - 1),
+                count => format!(
+                    "the driver has {count} devices, cuda:0 to cuda:{}{hidden}",
+                    count - 1
+                ),
             };
             return Err(CudaError::NoDevice { ordinal, reason });
         }

@@ -127,7 +127,9 @@ impl Kernels {
 
     /// Blocks that keep the device busy with `n` single elements.
     fn flat(&self, n: usize) -> Shape {
-        let blocks = n.div_ceil(THREADS as usize).min(self.multiprocessors as usize * 16);
+        let blocks = n
+            .div_ceil(THREADS as usize)
+            .min(self.multiprocessors as usize * 16);
         Shape {
             grid: [blocks as u32, 1, 1],
             threads: THREADS,

@@ -388,7 +388,9 @@ mod tests {
         let error = unsafe { library.function::<unsafe extern "C" fn() -> i32>("cuNoSuchFunction") }
             .expect_err("no such function");
         assert!(
-            error.to_string().contains("libc.so.6 has no function cuNoSuchFunction"),
+            error
+                .to_string()
+                .contains("libc.so.6 has no function cuNoSuchFunction"),
             "{error}"
         );
     }

@@ -319,7 +319,9 @@ struct Piece {
 
 /// A rank's memory of the device is used up.
 #[derive(Debug, Clone, thiserror::Error)]
-#[error("no room for {bytes} bytes of {name}: {used} of {total} bytes of the rank's device memory are used, {holders}")]
+#[error(
+    "no room for {bytes} bytes of {name}: {used} of {total} bytes of the rank's device memory are used, {holders}"
+)]
 pub struct ArenaFull {
     /// What was asked for.
     pub name: &'static str,

@@ -26,7 +26,9 @@ mod survey;
 pub use blas::{Blas, Factor, ProductKind};
 pub use cache::{CACHE_VARIABLE, KernelCache, Origin, Source};
 pub use driver::{Context, CudaError, Driver, Gpu};
-pub use kernels::{AttentionOperands, AttentionTables, DeviceForm, Kernels, RowChoice, ScatterList, checksum};
+pub use kernels::{
+    AttentionOperands, AttentionTables, DeviceForm, Kernels, RowChoice, ScatterList, checksum,
+};
 pub use library::{Library, LibraryError, LibraryKind, PATH_VARIABLE, SearchPath};
 pub use matrix::{Indices, MatrixView, MatrixViewMut};
 pub use memory::{Arena, ArenaFull, Buffer, Holders, Pinned, View, ViewMut};

@@ -179,7 +179,9 @@ impl Nccl {
                 return None;
             }
             // SAFETY: the text ends with a zero.
-            let text = unsafe { std::ffi::CStr::from_ptr(text) }.to_string_lossy().into_owned();
+            let text = unsafe { std::ffi::CStr::from_ptr(text) }
+                .to_string_lossy()
+                .into_owned();
             Some(text).filter(|text| !text.is_empty())
         });
         Err(NcclError::Call {
@@ -278,15 +280,8 @@ impl Communicator {
         };
         let mut raw = std::ptr::null_mut();
         // SAFETY: writes one handle; the configuration is read before the call returns.
-        let code = unsafe {
-            (nccl.table.init)(
-                &raw mut raw,
-                ranks as c_int,
-                id,
-                rank as c_int,
-                &raw mut config,
-            )
-        };
+        let code =
+            unsafe { (nccl.table.init)(&raw mut raw, ranks as c_int, id, rank as c_int, &raw mut config) };
         if code != IN_PROGRESS {
             nccl.check("ncclCommInitRankConfig", code, std::ptr::null_mut())?;
         }
@@ -469,12 +464,10 @@ impl Communicator {
             // Nobody may be left to hear it.
             let _ = done.send(());
         });
-        waiting
-            .recv_timeout(patience)
-            .map_err(|_| NcclError::AbortStuck {
-                rank: self.rank,
-                waited_ms: patience.as_millis() as u64,
-            })
+        waiting.recv_timeout(patience).map_err(|_| NcclError::AbortStuck {
+            rank: self.rank,
+            waited_ms: patience.as_millis() as u64,
+        })
     }
 }
 

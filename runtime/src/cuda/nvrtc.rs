@@ -121,7 +121,9 @@ impl Nvrtc {
         // SAFETY: the program is alive, and the options outlive the call.
         let code = unsafe { (self.table.compile)(made.raw, pointers.len() as c_int, pointers.as_ptr()) };
         if code != 0 {
-            let log = self.read(&made, self.table.log_size, self.table.log).unwrap_or_default();
+            let log = self
+                .read(&made, self.table.log_size, self.table.log)
+                .unwrap_or_default();
             let log = String::from_utf8_lossy(&log);
             return Err(refused(format!(
                 "code {code}: {}",

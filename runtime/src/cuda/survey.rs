@@ -107,10 +107,8 @@ impl GpuSurvey {
         if gpus.is_empty() {
             let hidden = std::env::var("CUDA_VISIBLE_DEVICES");
             let hidden = hidden.map(|visible| format!("; CUDA_VISIBLE_DEVICES is `{visible}`"));
-            self.problems.push(format!(
-                "the driver has no device{}",
-                hidden.unwrap_or_default()
-            ));
+            self.problems
+                .push(format!("the driver has no device{}", hidden.unwrap_or_default()));
         }
         for gpu in &gpus {
             let (major, minor) = gpu.capability()?;

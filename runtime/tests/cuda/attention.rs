@@ -89,7 +89,10 @@ fn forward(cases: &mut Cases<'_>, call: &Call<'_>) -> (Vec<f32>, Vec<f32>) {
     let plan = AttentionPlan::new(call.documents.iter().cloned(), &call.rows, call.window);
     let (shape, queries) = (call.shape, plan.queries());
     let inputs = operands(call, &plan);
-    let (mut out, mut lse) = (vec![9.0; queries * shape.output_width()], vec![9.0; queries * shape.heads]);
+    let (mut out, mut lse) = (
+        vec![9.0; queries * shape.output_width()],
+        vec![9.0; queries * shape.heads],
+    );
     let attention = Attention {
         diagonals: call.diagonals,
         sinks: &call.sinks,
@@ -241,7 +244,11 @@ fn rows_alone(cases: &mut Cases<'_>) {
         };
         let width = call(vec![]).shape.output_width();
         let (all, _) = whole(cases, &call((0..150).collect()));
-        for rows in [vec![149], vec![19, 20, 90], (75..140).step_by(2).collect::<Vec<u32>>()] {
+        for rows in [
+            vec![149],
+            vec![19, 20, 90],
+            (75..140).step_by(2).collect::<Vec<u32>>(),
+        ] {
             let (some, _) = whole(cases, &call(rows.clone()));
             for (place, &row) in rows.iter().enumerate() {
                 assert_eq!(

@@ -39,7 +39,9 @@ impl<'a> Cases<'a> {
     pub fn close(&mut self, name: impl Into<String>, ours: &[f32], exact: &[f32], tolerance: f64) {
         let name = name.into();
         assert_eq!(ours.len(), exact.len(), "{name}");
-        let top = exact.iter().fold(1e-30_f64, |top, &x| top.max(f64::from(x).abs()));
+        let top = exact
+            .iter()
+            .fold(1e-30_f64, |top, &x| top.max(f64::from(x).abs()));
         let worst = ours
             .iter()
             .zip(exact)
@@ -77,7 +79,10 @@ impl<'a> Cases<'a> {
         assert_eq!(ours.len(), exact.len(), "{name}");
         let differ = ours.iter().zip(exact).position(|(ours, exact)| ours != exact);
         if let Some(place) = differ {
-            println!("{name}: element {place} is {:?} for {:?}", ours[place], exact[place]);
+            println!(
+                "{name}: element {place} is {:?} for {:?}",
+                ours[place], exact[place]
+            );
         }
         self.done.push(Case {
             name,
@@ -90,7 +95,10 @@ impl<'a> Cases<'a> {
     /// A table of the errors.
     pub fn print(&self) {
         for case in &self.done {
-            println!("{:<52} {:>9.1e} of {:>7.0e}", case.name, case.error, case.tolerance);
+            println!(
+                "{:<52} {:>9.1e} of {:>7.0e}",
+                case.name, case.error, case.tolerance
+            );
         }
     }
 

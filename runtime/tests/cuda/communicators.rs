@@ -63,7 +63,11 @@ fn use_group(ranks: &Ranks, group: &[Communicator]) {
                 let mut gathered = stack.upload(&vec![0.0_f32; count * n]);
                 let done = communicator.all_gather(&stream, buffer.view(), gathered.view_mut(), later());
                 done.expect("asked").wait().expect("gathered");
-                assert_eq!(stack.download(&gathered), given.concat(), "gathered in the order of ranks");
+                assert_eq!(
+                    stack.download(&gathered),
+                    given.concat(),
+                    "gathered in the order of ranks"
+                );
 
                 let done = communicator.all_reduce(&stream, buffer.view_mut(), later());
                 // Work on the same stream comes after it.
@@ -110,7 +114,14 @@ fn a_rank_that_never_comes_is_late_and_the_next_meeting_succeeds() {
     let alone = ranks.begin(id, 2, 0);
     let error = alone.wait_until_ready(soon()).expect_err("nobody comes");
     assert!(
-        matches!(error, NcclError::Late { rank: 0, ranks: 2, .. }),
+        matches!(
+            error,
+            NcclError::Late {
+                rank: 0,
+                ranks: 2,
+                ..
+            }
+        ),
         "{error}"
     );
     alone.abort(Duration::from_secs(60)).expect("aborted");
@@ -173,7 +184,10 @@ fn a_dead_rank_shows_as_late_and_an_abort_releases_the_stream() {
     let Some(ranks) = Ranks::open() else { return };
     beside_a_dead_rank(&ranks, |communicator, error| {
         assert!(matches!(error, NcclError::Late { .. }), "{error}");
-        assert!(!ranks.stack.stream.is_idle().expect("asked"), "the sum still spins");
+        assert!(
+            !ranks.stack.stream.is_idle().expect("asked"),
+            "the sum still spins"
+        );
         communicator.abort(Duration::from_secs(60)).expect("aborted");
     });
     let group = ranks.group(2);
@@ -197,7 +211,14 @@ fn remote_error() {
     let Some(ranks) = Ranks::open() else { return };
     beside_a_dead_rank(&ranks, |communicator, error| {
         assert!(
-            matches!(error, NcclError::Call { code: 6, name: "remote error", .. } | NcclError::Late { .. }),
+            matches!(
+                error,
+                NcclError::Call {
+                    code: 6,
+                    name: "remote error",
+                    ..
+                } | NcclError::Late { .. }
+            ),
             "{error}"
         );
         communicator.abort(Duration::from_secs(60)).expect("aborted");

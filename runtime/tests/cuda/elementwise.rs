@@ -57,8 +57,18 @@ fn gates(cases: &mut Cases<'_>, n: usize) {
         .kernels
         .swiglu_backward(&stack.stream, dg.view_mut(), du.view_mut(), dd.view())
         .expect("launched");
-    cases.close(format!("swiglu gate gradient {n}"), &stack.download(&dg), &exact_g, 1e-6);
-    cases.close(format!("swiglu up gradient {n}"), &stack.download(&du), &exact_u, 1e-6);
+    cases.close(
+        format!("swiglu gate gradient {n}"),
+        &stack.download(&dg),
+        &exact_g,
+        1e-6,
+    );
+    cases.close(
+        format!("swiglu up gradient {n}"),
+        &stack.download(&du),
+        &exact_u,
+        1e-6,
+    );
 }
 
 fn arithmetic(cases: &mut Cases<'_>, n: usize) {
@@ -157,8 +167,12 @@ fn norms(cases: &mut Cases<'_>, rows: usize, cols: usize) {
         wave(rows * cols, 3.0),
         wave(rows * cols, 4.0),
     );
-    let (mut y, mut rstd, mut exact_dx, mut dw) =
-        (vec![0.0; rows * cols], vec![0.0; rows], dx.clone(), wave(cols, 5.0));
+    let (mut y, mut rstd, mut exact_dx, mut dw) = (
+        vec![0.0; rows * cols],
+        vec![0.0; rows],
+        dx.clone(),
+        wave(cols, 5.0),
+    );
     let view = Matrix::new(&x, rows, cols);
     let gradient = Matrix::new(&dy, rows, cols);
     let [x_gpu, w_gpu, dy_gpu] = [&x, &weight, &dy].map(|x| stack.upload(x));
@@ -199,14 +213,24 @@ fn norms(cases: &mut Cases<'_>, rows: usize, cols: usize) {
         .expect("launched");
     let shape = format!("{rows}x{cols}");
     cases.close(format!("rms_norm {shape}"), &stack.download(&y_gpu), &y, 1e-6);
-    cases.close(format!("rms_norm rstd {shape}"), &stack.download(&rstd_gpu), &rstd, 1e-6);
+    cases.close(
+        format!("rms_norm rstd {shape}"),
+        &stack.download(&rstd_gpu),
+        &rstd,
+        1e-6,
+    );
     cases.close(
         format!("rms_norm dx {shape}"),
         &stack.download(&dx_gpu),
         &exact_dx,
         2e-6,
     );
-    cases.close(format!("rms_norm dw {shape}"), &stack.download(&dw_gpu), &dw, 2e-6);
+    cases.close(
+        format!("rms_norm dw {shape}"),
+        &stack.download(&dw_gpu),
+        &dw,
+        2e-6,
+    );
 }
 
 /// Kernels with strides of their own leave what lies between the rows alone.
@@ -246,11 +270,14 @@ fn strided(cases: &mut Cases<'_>, rows: usize, cols: usize) {
     kernels.narrow(stream, from, to).expect("launched");
     for row in 0..rows {
         for col in 0..cols {
-            narrow[row * to_stride + col] =
-                half::bf16::from_f32(source[row * from_stride + col]).to_bits();
+            narrow[row * to_stride + col] = half::bf16::from_f32(source[row * from_stride + col]).to_bits();
         }
     }
-    cases.same(format!("narrow {rows}x{cols}"), &stack.download(&narrow_gpu), &narrow);
+    cases.same(
+        format!("narrow {rows}x{cols}"),
+        &stack.download(&narrow_gpu),
+        &narrow,
+    );
     let mut wide_gpu = stack.upload(&vec![0.0_f32; rows * cols]);
     let from = MatrixView::strided(narrow_gpu.view(), rows, cols, to_stride);
     kernels
@@ -343,7 +370,10 @@ fn losses(cases: &mut Cases<'_>, rows: usize, cols: usize) {
             argmax.view_mut(),
         )
         .expect("launched");
-    let exact_entropy: Vec<f32> = exact_targets.iter().map(|target| target.negative_entropy).collect();
+    let exact_entropy: Vec<f32> = exact_targets
+        .iter()
+        .map(|target| target.negative_entropy)
+        .collect();
     let places: Vec<u32> = exact_targets.iter().map(|target| target.argmax).collect();
     cases.close(
         format!("softmax_targets {shape}"),
@@ -392,7 +422,10 @@ fn losses(cases: &mut Cases<'_>, rows: usize, cols: usize) {
     // A loss is a small difference of large terms; the largest logit tells their size.
     let ours = stack.download(&losses_gpu);
     for (ours, exact) in ours.iter().zip(&exact) {
-        assert!((ours - exact).abs() <= 1e-5 * (1.0 + exact.abs()), "{shape}: {ours} for {exact}");
+        assert!(
+            (ours - exact).abs() <= 1e-5 * (1.0 + exact.abs()),
+            "{shape}: {ours} for {exact}"
+        );
     }
     cases.close(
         format!("kl_divergence gradient {shape}"),

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use eaglet_runtime::cuda::{Arena, Buffer, CudaError, Event, KernelCache, Kernels, Nvrtc, Origin, Program};
+use eaglet_runtime::cuda::{
+    Arena, Buffer, CudaError, Event, GpuSurvey, KernelCache, Kernels, Nvrtc, Origin, Program,
+};
 
 use crate::stack::{self, Stack};
 
@@ -17,7 +19,10 @@ fn want_of_room_says_how_much_there_is() {
     let error = Buffer::<f32>::new(&stack.context, 1 << 40).expect_err("too much");
     let text = error.to_string();
     assert!(matches!(error, CudaError::OutOfMemory { .. }), "{text}");
-    assert!(text.starts_with("no room for 4398046511104 bytes on cuda:0"), "{text}");
+    assert!(
+        text.starts_with("no room for 4398046511104 bytes on cuda:0"),
+        "{text}"
+    );
 }
 
 /// MEMORY-1
@@ -108,7 +113,10 @@ fn a_device_that_is_not_there_is_named() {
 /// Runs `fault_child` with a fault.
 fn with_fault(fault: &str) -> Option<String> {
     stand_in()?;
-    Some(stack::child("faults::fault_child", &[("EAGLET_STANDIN_FAULT", fault)]))
+    Some(stack::child(
+        "faults::fault_child",
+        &[("EAGLET_STANDIN_FAULT", fault)],
+    ))
 }
 
 /// Allocates, launches and waits; prints how each ended.
@@ -141,18 +149,26 @@ fn fault_child() {
         // Its memory cannot be given back while it runs, as on a GPU.
         std::process::exit(0);
     }
-    println!("synchronised: {:?}", stack.stream.synchronize().map_err(|error| error.to_string()));
+    println!(
+        "synchronised: {:?}",
+        stack.stream.synchronize().map_err(|error| error.to_string())
+    );
 }
 
 #[test]
 fn a_failed_allocation_is_want_of_room() {
     let Some(text) = with_fault("alloc:1") else { return };
-    assert!(text.contains("allocation: no room for 400 bytes on cuda:0"), "{text}");
+    assert!(
+        text.contains("allocation: no room for 400 bytes on cuda:0"),
+        "{text}"
+    );
 }
 
 #[test]
 fn a_failed_kernel_shows_when_somebody_waits() {
-    let Some(text) = with_fault("launch:1") else { return };
+    let Some(text) = with_fault("launch:1") else {
+        return;
+    };
     assert!(text.contains("launch: Ok(())"), "{text}");
     assert!(text.contains("CUDA_ERROR_LAUNCH_FAILED (719)"), "{text}");
 }
@@ -187,6 +203,50 @@ fn costs_and_origins_are_known() {
         .kernels
         .function(Program::Norm, "no_such_kernel")
         .expect_err("unknown");
-    assert!(error.to_string().contains("cuModuleGetFunction failed"), "{error}");
+    assert!(
+        error.to_string().contains("cuModuleGetFunction failed"),
+        "{error}"
+    );
     assert_eq!(Kernels::sum_parts(0), 1);
+}
+
+#[test]
+fn a_machine_with_two_devices_is_surveyed() {
+    if stand_in().is_some() {
+        let variables = [
+            ("EAGLET_STANDIN_DEVICES", "2"),
+            ("EAGLET_STANDIN_CAPABILITY", "8.6"),
+        ];
+        let text = stack::child("faults::survey_child", &variables);
+        assert!(text.contains("surveyed"), "{text}");
+    }
+}
+
+/// The child of the test above.
+#[test]
+fn survey_child() {
+    if !stack::is_child() {
+        return;
+    }
+    let Some(search) = stack::search() else { return };
+    let survey = GpuSurvey::here(&search);
+    assert_eq!(survey.problems, Vec::<String>::new());
+    assert_eq!(
+        (survey.driver_cuda.as_deref(), survey.nccl.as_deref()),
+        (Some("13.2"), Some("2.27.0"))
+    );
+    assert_eq!(survey.libraries.len(), 4);
+    let [first, second] = survey.gpus.as_slice() else {
+        panic!("{survey:?}")
+    };
+    assert_eq!(
+        (
+            first.device.as_str(),
+            second.name.as_str(),
+            second.capability.as_str()
+        ),
+        ("cuda:0", "stand-in GPU 1", "8.6")
+    );
+    assert_eq!(survey.peer_access, [[true, true], [true, true]]);
+    println!("surveyed");
 }

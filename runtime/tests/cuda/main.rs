@@ -41,7 +41,10 @@ fn bits_do_not_depend_on_the_order_of_threads() {
         return;
     }
     let reversed = stack::child("bits_in_reverse_order", &[("EAGLET_STANDIN_REVERSE", "1")]);
-    let theirs: Vec<&str> = reversed.lines().filter(|line| line.starts_with("bits ")).collect();
+    let theirs: Vec<&str> = reversed
+        .lines()
+        .filter(|line| line.starts_with("bits "))
+        .collect();
     let ours = all_cases(&stack).digests();
     assert!(ours.len() > 50, "{} cases", ours.len());
     assert_eq!(ours.len(), theirs.len(), "cases here and there");

@@ -60,7 +60,8 @@ fn products_of_all_layouts_match_f64() {
                 let mut target = stack.upload(&before);
                 let out = MatrixViewMut::strided(target.view_mut(), m, n, c_stride);
                 let done = if narrow {
-                    let pack = |x: &[f32]| -> Vec<u16> { x.iter().map(|&x| bf16::from_f32(x).to_bits()).collect() };
+                    let pack =
+                        |x: &[f32]| -> Vec<u16> { x.iter().map(|&x| bf16::from_f32(x).to_bits()).collect() };
                     let (a, b) = (stack.upload(&pack(&a_laid)), stack.upload(&pack(&b_laid)));
                     let a = factor(MatrixView::strided(a.view(), a_rows, a_cols, a_stride), a_turned);
                     let b = factor(MatrixView::strided(b.view(), b_rows, b_cols, b_stride), b_turned);
@@ -111,7 +112,10 @@ fn a_row_of_a_product_has_the_same_bits_in_every_call() {
     let search = stack::search().expect("the stack is there");
     let blas = Blas::new(&stack.context, &search).expect("cuBLASLt");
     let (rows, n, k) = (300, 64, 128);
-    let (a, b) = (stack.upload(&wave(rows * k, 1.0)), stack.upload(&wave(n * k, 2.0)));
+    let (a, b) = (
+        stack.upload(&wave(rows * k, 1.0)),
+        stack.upload(&wave(n * k, 2.0)),
+    );
     let product = |first: usize, some: usize| {
         let mut c = stack.upload(&vec![f32::NAN; some * n]);
         let a = MatrixView::new(a.view().part(first * k..(first + some) * k), some, k);
@@ -123,6 +127,10 @@ fn a_row_of_a_product_has_the_same_bits_in_every_call() {
     };
     let whole = product(0, rows);
     for (first, some) in [(0, 1), (5, 1), (17, 2), (3, 16), (100, 33), (7, 293)] {
-        assert_eq!(product(first, some), whole[first * n..][..some * n], "{some} rows from {first}");
+        assert_eq!(
+            product(first, some),
+            whole[first * n..][..some * n],
+            "{some} rows from {first}"
+        );
     }
 }

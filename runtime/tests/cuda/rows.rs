@@ -1,8 +1,6 @@
 //! Gather, scatter, packed weights, experts.
 
-use eaglet_runtime::cuda::{
-    DeviceForm, Indices, MatrixView, MatrixViewMut, RowChoice, ScatterList, View,
-};
+use eaglet_runtime::cuda::{DeviceForm, Indices, MatrixView, MatrixViewMut, RowChoice, ScatterList, View};
 use eaglet_runtime::device::{Device, ExpertGroups, Matrix, MatrixMut, Routing, Scoring};
 use half::{bf16, f16};
 
@@ -61,14 +59,29 @@ fn moves(cases: &mut Cases<'_>) {
         .expect("launched");
     cases.same("scatter_add", &stack.download(&target), &exact_target);
     let factors_gpu = stack.upload(&factors);
-    cases
-        .cpu
-        .scatter_add_scaled(from, &list, &factors, MatrixMut::new(&mut exact_target, rows, cols));
+    cases.cpu.scatter_add_scaled(
+        from,
+        &list,
+        &factors,
+        MatrixMut::new(&mut exact_target, rows, cols),
+    );
     let to = MatrixViewMut::new(target.view_mut(), rows, cols);
     kernels
-        .scatter_add(stream, source, &sorted, factors_gpu.view(), to, scratch.view_mut())
+        .scatter_add(
+            stream,
+            source,
+            &sorted,
+            factors_gpu.view(),
+            to,
+            scratch.view_mut(),
+        )
         .expect("launched");
-    cases.close("scatter_add_scaled", &stack.download(&target), &exact_target, 1e-6);
+    cases.close(
+        "scatter_add_scaled",
+        &stack.download(&target),
+        &exact_target,
+        1e-6,
+    );
 }
 
 /// Unpacks all rows, some rows and some columns, as f32 and as bf16, and compares with `exact` `[rows, cols]`.
@@ -82,7 +95,13 @@ fn unpack(cases: &mut Cases<'_>, name: &str, form: &DeviceForm<'_>, exact: &[f32
     let stepped: Vec<u32> = (first..rows as u32).step_by(step as usize).collect();
     let (from, some) = (cols / 4, cols / 2);
     for (how, choice, which, first_col, width) in [
-        ("all", RowChoice::Stepped { first: 0, step: 1 }, (0..rows as u32).collect(), 0, cols),
+        (
+            "all",
+            RowChoice::Stepped { first: 0, step: 1 },
+            (0..rows as u32).collect(),
+            0,
+            cols,
+        ),
         ("listed", RowChoice::Listed(places), list.clone(), 0, cols),
         ("a part", RowChoice::Stepped { first, step }, stepped, from, some),
     ] {
@@ -107,7 +126,11 @@ fn unpack(cases: &mut Cases<'_>, name: &str, form: &DeviceForm<'_>, exact: &[f32
             .unpack_bf16(stream, form, choice, first_col, to)
             .expect("launched");
         let narrow: Vec<u16> = expected.iter().map(|&x| bf16::from_f32(x).to_bits()).collect();
-        cases.same(format!("unpack {name} to bf16, {how}"), &stack.download(&out), &narrow);
+        cases.same(
+            format!("unpack {name} to bf16, {how}"),
+            &stack.download(&out),
+            &narrow,
+        );
     }
 }
 
@@ -124,7 +147,13 @@ fn plain_forms(cases: &mut Cases<'_>) {
     let all: Vec<u16> = (0..=u16::MAX).collect();
     let codes: Vec<u16> = all
         .iter()
-        .map(|&code| if bf16::from_bits(code).is_nan() { 0x7fc0 } else { code })
+        .map(|&code| {
+            if bf16::from_bits(code).is_nan() {
+                0x7fc0
+            } else {
+                code
+            }
+        })
         .collect();
     let buffer = stack.upload(&codes);
     let exact: Vec<f32> = codes.iter().map(|&code| bf16::from_bits(code).to_f32()).collect();
@@ -132,7 +161,13 @@ fn plain_forms(cases: &mut Cases<'_>) {
     unpack(cases, "bf16", &form, &exact, rows, cols);
     let codes: Vec<u16> = all
         .iter()
-        .map(|&code| if f16::from_bits(code).is_nan() { 0x7e00 } else { code })
+        .map(|&code| {
+            if f16::from_bits(code).is_nan() {
+                0x7e00
+            } else {
+                code
+            }
+        })
         .collect();
     let buffer = stack.upload(&codes);
     let exact: Vec<f32> = codes.iter().map(|&code| f16::from_bits(code).to_f32()).collect();
@@ -280,12 +315,13 @@ fn routes(cases: &mut Cases<'_>) {
                     )
                     .expect("launched");
                 let name = format!("route {top} of {experts}, {scoring:?}, bias {with_bias}");
-                cases.same(
-                    format!("{name}, experts"),
-                    &stack.download(&chosen_gpu),
-                    &chosen,
+                cases.same(format!("{name}, experts"), &stack.download(&chosen_gpu), &chosen);
+                cases.close(
+                    format!("{name}, weights"),
+                    &stack.download(&weights_gpu),
+                    &weights,
+                    2e-6,
                 );
-                cases.close(format!("{name}, weights"), &stack.download(&weights_gpu), &weights, 2e-6);
             }
         }
     }

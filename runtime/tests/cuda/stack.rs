@@ -60,7 +60,16 @@ fn build() -> Option<PathBuf> {
     let header = format!("-DSTANDIN_HEADER=\"{}\"", sources.join("cuda_host.h").display());
     for (source, library) in libraries {
         let built = Command::new("g++")
-            .args(["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"])
+            .args([
+                "-std=c++17",
+                "-O2",
+                "-Wall",
+                "-Wextra",
+                "-Werror",
+                "-shared",
+                "-fPIC",
+                "-pthread",
+            ])
             .arg(&header)
             .arg(format!("-Wl,-soname,{library}"))
             .arg(sources.join(source))
@@ -135,7 +144,9 @@ impl Stack {
 
     pub fn download<T: Pod + Default>(&self, buffer: &Buffer<T>) -> Vec<T> {
         let mut values = vec![T::default(); buffer.len()];
-        self.stream.download(buffer.view(), &mut values).expect("received");
+        self.stream
+            .download(buffer.view(), &mut values)
+            .expect("received");
         values
     }
 }

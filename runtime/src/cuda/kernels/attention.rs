@@ -210,10 +210,7 @@ impl Kernels {
             ),
             "shapes of an attention"
         );
-        assert!(
-            sinks.is_empty() || sinks.len() == shape.heads,
-            "one sink a head"
-        );
+        assert!(sinks.is_empty() || sinks.len() == shape.heads, "one sink a head");
         let rows = tile_queries(shape.head_dim, shape.value_dim);
         let pitch = shape.head_dim.max(shape.value_dim) + 1;
         let shared = rows * (shape.head_dim + 1) + TILE_KEYS * pitch + rows * (TILE_KEYS + 1);
@@ -286,12 +283,7 @@ impl Kernels {
         let statistics = tables.queries * shape.heads;
         assert_eq!(
             (dout.len(), dq.len(), dk.len(), dv.len()),
-            (
-                inputs.q.len(),
-                inputs.q.len(),
-                inputs.k.len(),
-                inputs.v.len()
-            ),
+            (inputs.q.len(), inputs.q.len(), inputs.k.len(), inputs.v.len()),
             "shapes of an attention"
         );
         assert_eq!(

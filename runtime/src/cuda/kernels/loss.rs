@@ -113,12 +113,7 @@ impl Kernels {
     ///
     /// # Panics
     /// If the shapes differ.
-    pub fn argmax(
-        &self,
-        stream: &Stream,
-        x: MatrixView<'_>,
-        out: ViewMut<'_, u32>,
-    ) -> Result<(), CudaError> {
+    pub fn argmax(&self, stream: &Stream, x: MatrixView<'_>, out: ViewMut<'_, u32>) -> Result<(), CudaError> {
         assert_eq!(x.rows as usize, out.len(), "shapes of an arg-max");
         // SAFETY: checked above.
         unsafe {

@@ -332,9 +332,7 @@ impl Kernels {
             DeviceForm::F32(values) => (values.row_stride, ["unpack_f32", "unpack_f32_bf16"]),
             DeviceForm::Bf16(values) => (values.row_stride, ["unpack_bf16", "unpack_bf16_bf16"]),
             DeviceForm::F16(values) => (values.row_stride, ["unpack_f16", "unpack_f16_bf16"]),
-            DeviceForm::Packed { words, .. } => {
-                (words.row_stride, ["unpack_packed", "unpack_packed_bf16"])
-            }
+            DeviceForm::Packed { words, .. } => (words.row_stride, ["unpack_packed", "unpack_packed_bf16"]),
             DeviceForm::Fp8 { codes, .. } => (codes.row_stride, ["unpack_fp8", "unpack_fp8_bf16"]),
             DeviceForm::Mxfp4 { .. } => (u64::from(all_cols), ["unpack_mxfp4", "unpack_mxfp4_bf16"]),
         };
@@ -356,14 +354,7 @@ impl Kernels {
                 bits,
                 group,
                 ..
-            } => vec![
-                &words.data,
-                &width,
-                &scales.data,
-                &scales.row_stride,
-                bits,
-                group,
-            ],
+            } => vec![&words.data, &width, &scales.data, &scales.row_stride, bits, group],
             DeviceForm::Fp8 {
                 codes,
                 scales,
