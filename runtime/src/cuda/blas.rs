@@ -8,6 +8,8 @@
 //! split sums; so a row of a product has the same bits whatever other rows share the call. The products of a transposed
 //! first factor, which are weight gradients, are chosen for their own number of rows.
 
+mod layout;
+
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,6 +25,9 @@ use super::library::{SearchPath, functions};
 use super::matrix::{MatrixView, MatrixViewMut};
 use super::memory::Buffer;
 use super::stream::Stream;
+use layout::{Columns, Key, Place, alignment, columns};
+
+pub use layout::ProductKind;
 
 functions! {
     /// cuBLASLt's functions.
@@ -66,17 +71,6 @@ pub(super) struct Heuristic {
 const WORKSPACE_BYTES: usize = 32 << 20;
 /// Rows of the product for which algorithms are chosen.
 const CHOSEN_FOR_ROWS: u64 = 2048;
-/// The largest alignment that the choice of an algorithm asks for, in bytes.
-const MAX_ALIGNMENT: u64 = 256;
-
-/// Types of the elements of a product; sums are f32.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ProductKind {
-    /// f32 factors, f32 result.
-    F32,
-    /// bf16 factors, f32 result.
-    Bf16,
-}
 
 impl ProductKind {
     fn factor(self) -> cudaDataType {
@@ -135,67 +129,6 @@ impl<'a, T> Factor<'a, T> {
             alignment: alignment(self.stored.data.address()),
         }
     }
-}
-
-/// The largest power of two that divides an address, as far as anybody asks.
-fn alignment(address: u64) -> u64 {
-    (1 << address.trailing_zeros().min(63)).min(MAX_ALIGNMENT)
-}
-
-/// How a factor lies in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Place {
-    transposed: bool,
-    stride: u64,
-    alignment: u64,
-}
-
-/// Everything that the choice of an algorithm may depend on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Key {
-    kind: ProductKind,
-    /// Rows that the algorithm is chosen for.
-    rows: u64,
-    cols: u64,
-    depth: u64,
-    a: Place,
-    b: Place,
-    c: Place,
-    accumulate: bool,
-}
-
-/// A column-major matrix as cuBLASLt is told of it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Columns {
-    rows: u64,
-    cols: u64,
-    stride: u64,
-    /// It is transposed before it is multiplied.
-    transposed: bool,
-}
-
-/// The product `cᵀ = bᵀ·aᵀ`, in cuBLASLt's words: first factor, second factor, result.
-fn columns(key: &Key, rows: u64) -> [Columns; 3] {
-    // A row-major [x, y] is a column-major [y, x]; a factor that is stored transposed lies the other way round.
-    let factor = |x: u64, y: u64, place: Place| {
-        let (rows, cols) = if place.transposed { (x, y) } else { (y, x) };
-        Columns {
-            rows,
-            cols,
-            stride: place.stride,
-            transposed: place.transposed,
-        }
-    };
-    [
-        factor(key.depth, key.cols, key.b),
-        factor(rows, key.depth, key.a),
-        Columns {
-            rows: key.cols,
-            cols: rows,
-            stride: key.c.stride,
-            transposed: false,
-        },
-    ]
 }
 
 /// cuBLASLt on one device.
@@ -527,62 +460,5 @@ impl Drop for Blas {
             // SAFETY: made once, destroyed once.
             unsafe { (self.table.destroy)(self.handle) };
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Element (row, col) of a column-major matrix, after its transposition.
-    fn element(of: Columns, row: u64, col: u64) -> u64 {
-        if of.transposed {
-            col + row * of.stride
-        } else {
-            row + col * of.stride
-        }
-    }
-
-    #[test]
-    fn the_transposed_product_reads_and_writes_the_right_elements() {
-        let (rows, cols, depth) = (3, 4, 5);
-        for layout in 0..4 {
-            let place = |transposed: bool, x: u64, y: u64| Place {
-                transposed,
-                stride: if transposed { x } else { y } + 2,
-                alignment: 4,
-            };
-            let key = Key {
-                kind: ProductKind::F32,
-                rows,
-                cols,
-                depth,
-                a: place(layout & 1 == 1, rows, depth),
-                b: place(layout & 2 == 2, depth, cols),
-                c: place(false, rows, cols),
-                accumulate: false,
-            };
-            let [first, second, result] = columns(&key, rows);
-            // Where a row-major factor has element (x, y).
-            let at = |place: Place, x: u64, y: u64| {
-                if place.transposed {
-                    y * place.stride + x
-                } else {
-                    x * place.stride + y
-                }
-            };
-            for (i, j, p) in
-                (0..rows).flat_map(|i| (0..cols).flat_map(move |j| (0..depth).map(move |p| (i, j, p))))
-            {
-                assert_eq!(element(first, j, p), at(key.b, p, j), "b, layout {layout}");
-                assert_eq!(element(second, p, i), at(key.a, i, p), "a, layout {layout}");
-                assert_eq!(element(result, j, i), at(key.c, i, j), "c, layout {layout}");
-            }
-        }
-    }
-
-    #[test]
-    fn alignment_is_the_power_of_two_that_divides_the_address() {
-        assert_eq!([4, 24, 4096, 0x7f00_0000_0100].map(alignment), [4, 8, 256, 256]);
     }
 }

@@ -168,6 +168,27 @@ impl<'a, T> View<'a, T> {
     }
 }
 
+impl<'a> ViewMut<'a, u8> {
+    /// The first `len` elements of another type.
+    ///
+    /// # Panics
+    /// If there are not so many bytes.
+    #[track_caller]
+    pub(super) fn typed<T: Pod>(self, len: usize) -> ViewMut<'a, T> {
+        // Whole buffers only: they are aligned for every type.
+        assert!(
+            len * size_of::<T>() <= self.len && self.pointer.is_multiple_of(align_of::<T>() as u64),
+            "{len} elements in {} bytes",
+            self.len
+        );
+        ViewMut {
+            pointer: self.pointer,
+            len,
+            life: PhantomData,
+        }
+    }
+}
+
 impl<'a, T> ViewMut<'a, T> {
     /// Number of elements.
     pub fn len(&self) -> usize {

@@ -11,6 +11,7 @@
 
 mod blas;
 mod cache;
+mod device;
 mod driver;
 mod kernels;
 mod library;
@@ -20,11 +21,13 @@ mod module;
 mod nccl;
 mod nvrtc;
 mod programs;
+mod staging;
 mod stream;
 mod survey;
 
 pub use blas::{Blas, Factor, ProductKind};
 pub use cache::{CACHE_VARIABLE, KernelCache, Origin, Source};
+pub use device::{Cuda, Precision};
 pub use driver::{Context, CudaError, Driver, Gpu};
 pub use kernels::{
     AttentionOperands, AttentionTables, DeviceForm, Kernels, RowChoice, ScatterList, checksum,

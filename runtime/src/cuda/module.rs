@@ -131,15 +131,16 @@ impl Argument for f32 {
     }
 }
 
+// Kernels take a null pointer for what is not there.
 impl<T> Argument for View<'_, T> {
     fn word(&self) -> u64 {
-        self.address()
+        if self.is_empty() { 0 } else { self.address() }
     }
 }
 
 impl<T> Argument for ViewMut<'_, T> {
     fn word(&self) -> u64 {
-        self.address()
+        if self.is_empty() { 0 } else { self.address() }
     }
 }
 

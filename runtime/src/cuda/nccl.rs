@@ -7,6 +7,8 @@
 //!
 //! COMMUNICATOR-1: no call waits beyond its deadline. COMMUNICATOR-2: nobody uses a communicator after its abort began.
 
+mod error;
+
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::{Arc, RwLock, mpsc};
 use std::time::{Duration, Instant};
@@ -15,10 +17,13 @@ use bytemuck::Pod;
 use cudarc::driver::sys::CUstream;
 use cudarc::nccl::sys::{ncclConfig_t, ncclDataType_t, ncclRedOp_t};
 
-use super::driver::{Context, CudaError};
+use super::driver::Context;
 use super::library::{LibraryError, SearchPath, functions};
 use super::memory::{View, ViewMut};
 use super::stream::{Event, Stream};
+use error::name;
+
+pub use error::NcclError;
 
 /// A communicator's handle.
 type Raw = *mut c_void;
@@ -47,6 +52,8 @@ const CONFIG_MAGIC: u32 = 0xcafe_beef;
 const CONFIG_VERSION: u32 = 22_700;
 /// Between two looks at something that is still going on.
 const POLL: Duration = Duration::from_millis(1);
+/// For the abort of a communicator that nobody aborted.
+const LAST_PATIENCE: Duration = Duration::from_secs(10);
 
 /// What ranks need to find each other: made by one of them, sent to the others by the control plane, used once.
 #[repr(C)]
@@ -56,66 +63,6 @@ pub struct UniqueId(pub [u8; 128]);
 impl std::fmt::Debug for UniqueId {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "UniqueId({})", crate::digest::Digest::of(&self.0))
-    }
-}
-
-/// A collective, or the making of a communicator, failed.
-#[derive(Debug, Clone, thiserror::Error)]
-pub enum NcclError {
-    /// NCCL says so.
-    #[error("{call} failed: {name} (nccl result {code}){detail}")]
-    Call {
-        /// NCCL's function.
-        call: &'static str,
-        /// Its answer.
-        code: i32,
-        /// The answer's name.
-        name: &'static str,
-        /// NCCL's last words, if it has any.
-        detail: String,
-    },
-    /// A peer is missing, dead or slow.
-    #[error("{what} of rank {rank} of {ranks} is not done after {waited_ms} ms; a peer is gone or late")]
-    Late {
-        /// What was waited for.
-        what: &'static str,
-        /// Who waited.
-        rank: usize,
-        /// Ranks of the communicator.
-        ranks: usize,
-        /// How long.
-        waited_ms: u64,
-    },
-    /// The communicator was aborted.
-    #[error("{what}: the communicator was aborted")]
-    Aborted {
-        /// What was asked for.
-        what: &'static str,
-    },
-    /// The abort itself hangs; only the end of the process helps.
-    #[error("the communicator of rank {rank} is not aborted after {waited_ms} ms; the process has to end")]
-    AbortStuck {
-        /// Who aborted.
-        rank: usize,
-        /// How long it waited.
-        waited_ms: u64,
-    },
-    /// The device failed.
-    #[error(transparent)]
-    Cuda(#[from] CudaError),
-}
-
-fn name(code: c_int) -> &'static str {
-    // ncclResult_t of nccl.h.
-    match code {
-        1 => "unhandled cuda error",
-        2 => "unhandled system error",
-        3 => "internal error",
-        4 => "invalid argument",
-        5 => "invalid usage",
-        6 => "remote error",
-        7 => "in progress",
-        _ => "unknown",
     }
 }
 
@@ -468,6 +415,15 @@ impl Communicator {
             rank: self.rank,
             waited_ms: patience.as_millis() as u64,
         })
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        let is_there = self.handle.try_read().is_ok_and(|handle| handle.is_some());
+        if is_there && let Err(error) = self.abort(LAST_PATIENCE) {
+            tracing::error!(%error, "a communicator was left behind");
+        }
     }
 }
 

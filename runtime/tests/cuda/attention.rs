@@ -67,6 +67,14 @@ pub fn all(cases: &mut Cases<'_>) {
             ..plain("wide", &[0..40, 40..75], (0..75).collect(), None, 2)
         },
     );
+    // More shared memory than a block has without asking.
+    backward(
+        cases,
+        &Call {
+            shape: shape(2, 1, 128, 128),
+            ..plain("128 wide", &[0..70, 70..75], (0..75).collect(), None, 1)
+        },
+    );
     let call = Call {
         shape: shape(4, 2, 24, 20),
         sinks: vec![0.5, -1.0, 3.0, 0.0],

@@ -192,7 +192,10 @@ fn without_a_fault_everything_ends_well() {
 fn costs_and_origins_are_known() {
     let Some(stack) = Stack::open() else { return };
     let origins = stack.kernels.origins();
-    assert_eq!(origins.len(), Program::GENERAL.len(), "{origins:?}");
+    assert!(
+        origins.iter().any(|(program, _)| program == "attention-136-136"),
+        "{origins:?}"
+    );
     let cost = stack
         .kernels
         .function(Program::Norm, "rms_norm")

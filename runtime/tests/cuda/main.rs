@@ -11,6 +11,7 @@ mod faults;
 mod products;
 mod rows;
 mod stack;
+mod whole;
 
 use cases::Cases;
 use stack::Stack;

@@ -3,15 +3,17 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use bytemuck::Pod;
 use eaglet_runtime::cuda::{
-    Buffer, Context, CudaError, Driver, KernelCache, Kernels, Nvrtc, SearchPath, Stream,
+    Buffer, Context, CudaError, Driver, KernelCache, Kernels, Nvrtc, Program, SearchPath, Stream,
 };
 use eaglet_runtime::digest::Digest;
 
 const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/cuda");
+/// Widths of heads that tests use: small ones, ones that need much shared memory, ones that take the wide form.
+const HEADS: [(u32, u32); 4] = [(16, 16), (24, 20), (128, 128), (136, 136)];
 const CHILD: &str = "EAGLET_TEST_CHILD";
 
 /// A device with its kernels.
@@ -101,28 +103,38 @@ pub fn search() -> Option<SearchPath> {
 }
 
 /// Compiled kernels of all test processes; compiling them takes longer than running them.
-fn cache() -> KernelCache {
-    KernelCache::at(Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels"))
+pub fn cache() -> Option<KernelCache> {
+    // The stand-in's code depends on its header, which NVRTC's version does not say.
+    let folder = match wants_real() {
+        true => Path::new(env!("CARGO_TARGET_TMPDIR")),
+        false => stand_ins()?,
+    };
+    Some(KernelCache::at(folder.join("kernels")))
 }
 
 impl Stack {
     /// A stack, or none where it cannot be built.
     pub fn open() -> Option<Self> {
+        // One test after the other: the first compiles what the others then find in the cache.
+        static COMPILING: Mutex<()> = Mutex::new(());
+        let _compiling = COMPILING.lock().unwrap_or_else(PoisonError::into_inner);
         let search = search()?;
-        Some(Self::try_open(&search).unwrap_or_else(|error| panic!("{error}")))
+        let stack = Self::try_open(&search).unwrap_or_else(|error| panic!("{error}"));
+        for (head_dim, value_dim) in HEADS {
+            let program = Program::Attention { head_dim, value_dim };
+            stack
+                .kernels
+                .prepare(program)
+                .unwrap_or_else(|error| panic!("{error}"));
+        }
+        Some(stack)
     }
 
-    pub fn try_open(search: &SearchPath) -> Result<Self, CudaError> {
+    fn try_open(search: &SearchPath) -> Result<Self, CudaError> {
         let context = Driver::open(search)?.device(0)?.context()?;
         let stream = Stream::new(&context)?;
-        // The stand-in's code depends on its header and on this machine, which NVRTC's version does not say.
-        let kernels = match stand_ins().filter(|_| !wants_real()) {
-            Some(folder) => {
-                let nvrtc = Nvrtc::open(search)?;
-                Kernels::new(&context, nvrtc, KernelCache::at(folder.join("kernels")))?
-            }
-            None => Kernels::new(&context, Nvrtc::open(search)?, cache())?,
-        };
+        let cache = cache().expect("the stack is there");
+        let kernels = Kernels::new(&context, Nvrtc::open(search)?, cache)?;
         Ok(Self {
             context,
             stream,
