@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use eaglet_runtime::contract::HiddenDtype;
-use eaglet_runtime::device::Cpu;
+use eaglet_runtime::cuda::{Cuda, Precision};
+use eaglet_runtime::device::{Cpu, Device};
 use eaglet_runtime::draft::{
     Draft, DraftBatch, DraftSpec, FrozenWeights, LayerKind, ParameterLayout, StepMetrics, TrainingSpec,
 };
@@ -18,6 +19,14 @@ use eaglet_runtime::rope::Rope;
 use eaglet_runtime::row::{HiddenRow, HiddenStates, PackedRow, Sample};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
+
+#[path = "cuda/stack.rs"]
+#[allow(dead_code)]
+mod stack;
+
+fn cpu(threads: usize) -> Arc<Cpu> {
+    Arc::new(Cpu::new(threads).expect("threads"))
+}
 
 struct Tensors {
     floats: HashMap<String, Vec<f32>>,
@@ -215,7 +224,7 @@ impl Case {
         parameters
     }
 
-    fn draft(&self, threads: usize) -> Draft<Cpu> {
+    fn draft<D: Device>(&self, device: Arc<D>) -> Draft<D> {
         let tensor = |name: &str| -> Arc<[f32]> { self.init.f32(name).into() };
         let frozen = FrozenWeights {
             embed: tensor("embed_tokens.weight"),
@@ -229,13 +238,7 @@ impl Case {
             ttt_steps: size(&case["ttt_steps"]),
             step_loss_decay: case["ttt_step_loss_decay"].as_f64().expect("a number"),
         };
-        Draft::new(
-            self.spec(),
-            training,
-            frozen,
-            Arc::new(Cpu::new(threads).expect("threads")),
-        )
-        .expect("a draft")
+        Draft::new(self.spec(), training, frozen, device).expect("a draft")
     }
 
     fn check_metrics(&self, metrics: &StepMetrics) {
@@ -286,10 +289,10 @@ impl Case {
     }
 
     /// The whole comparison; returns the worst distances of forward values, gradients and updated parameters.
-    fn run(&self) -> [f64; 3] {
+    fn run<D: Device>(&self, device: &Arc<D>) -> [f64; 3] {
         let batch = self.batch();
         self.check_batch(&batch);
-        let mut draft = self.draft(2);
+        let mut draft = self.draft(device.clone());
         let layout = draft.layout().clone();
         let names: Vec<&str> = layout.tensors().iter().map(|slot| slot.name.as_str()).collect();
         let trainable = self.about["trainable"].as_array().expect("names");
@@ -370,7 +373,6 @@ impl Case {
             ..AdamWSpec::default()
         };
         let mut optimizer = AdamW::new(spec, layout.len());
-        let device = Cpu::new(2).expect("threads");
         for (index, step) in adamw["steps"].as_array().expect("steps").iter().enumerate() {
             let metrics = draft
                 .gradient(&parameters, &batch, &mut gradient)
@@ -388,7 +390,7 @@ impl Case {
                 "learning rate of step {index}"
             );
             let report = optimizer
-                .update(&device, &mut parameters, &gradient, rate)
+                .update(&**device, &mut parameters, &gradient, rate)
                 .expect("lengths fit");
             let norm = step["grad_norm"].as_f64().expect("a number");
             assert!(
@@ -459,23 +461,26 @@ fn open(folder: PathBuf) -> Result<Case, String> {
     })
 }
 
-fn project_case(name: &str) -> Case {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
+fn project_folder(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../tests/golden/eagle3")
-        .join(name);
-    open(folder).unwrap_or_else(|reason| panic!("{name}: {reason}"))
+        .join(name)
 }
 
-#[test]
+fn project_case(name: &str) -> Case {
+    open(project_folder(name)).unwrap_or_else(|reason| panic!("{name}: {reason}"))
+}
+
+/// Runs every case on a device; how many there were.
 #[expect(clippy::print_stdout, reason = "says which cases were left out")]
-fn every_case_of_speculators_is_reproduced() {
+fn run_all<D: Device>(device: &Arc<D>, folders: Vec<PathBuf>) -> usize {
     let mut done = 0;
-    for folder in cases() {
+    for folder in folders {
         let name = folder.display().to_string();
         match open(folder) {
             Err(reason) => println!("{name}: skipped, {reason}"),
             Ok(case) => {
-                let [forward, gradient, parameters] = case.run();
+                let [forward, gradient, parameters] = case.run(device);
                 println!(
                     "{name}: forward {forward:.1e}, gradient {gradient:.1e}, after AdamW {parameters:.1e}"
                 );
@@ -483,7 +488,25 @@ fn every_case_of_speculators_is_reproduced() {
             }
         }
     }
+    done
+}
+
+#[test]
+fn every_case_of_speculators_is_reproduced() {
+    let done = run_all(&cpu(2), cases());
     assert!(done >= 5, "only {done} cases were compared");
+}
+
+/// The same cases, with every operation on a GPU or on what stands in for one.
+#[test]
+fn every_case_of_speculators_is_reproduced_by_cuda() {
+    let (Some(search), Some(cache)) = (stack::search(), stack::cache()) else {
+        return;
+    };
+    let gpu = Cuda::new(&search, 0, cache, Precision::F32).unwrap_or_else(|error| panic!("{error}"));
+    let ours = ["classic", "default", "one_doc", "qwen3_arch", "window6"];
+    let folders = ours.map(project_folder).to_vec();
+    assert_eq!(run_all(&Arc::new(gpu), folders), ours.len());
 }
 
 #[test]
@@ -492,7 +515,7 @@ fn a_step_has_the_same_bits_again_and_with_other_thread_counts() {
     let batch = case.batch();
     let mut all = Vec::new();
     for threads in [1, 2, 3] {
-        let mut draft = case.draft(threads);
+        let mut draft = case.draft(cpu(threads));
         let parameters = case.parameters(draft.layout());
         for _ in 0..2 {
             let mut gradient = vec![0.0; parameters.len()];
@@ -518,7 +541,7 @@ fn padding_changes_no_gradient() {
     let padded = case.batch();
     let mut bare = padded.clone();
     bare.pad_to(padded.documents.last().expect("documents").end);
-    let mut draft = case.draft(1);
+    let mut draft = case.draft(cpu(1));
     let parameters = case.parameters(draft.layout());
     let (mut with, mut without) = (vec![0.0; parameters.len()], vec![0.0; parameters.len()]);
     let first = draft

@@ -88,6 +88,18 @@ API nvrtcVersion(int* major, int* minor) {
     return SUCCESS;
 }
 
+API nvrtcGetNumSupportedArchs(int* count) {
+    *count = 3;
+    return SUCCESS;
+}
+
+API nvrtcGetSupportedArchs(int* numbers) {
+    numbers[0] = 80;
+    numbers[1] = 86;
+    numbers[2] = 90;
+    return SUCCESS;
+}
+
 API nvrtcCreateProgram(void** program, const char* source, const char* name, int headers, const char* const*,
                        const char* const*) {
     if (headers != 0) {

@@ -2,7 +2,7 @@
 """Compiles every CUDA kernel of eaglet to machine code with NVRTC and prints what each costs. Needs no GPU.
 
     python3 -m venv venv
-    venv/bin/pip install --no-deps nvidia-cuda-nvrtc==13.2.78
+    venv/bin/pip install --no-deps nvidia-cuda-nvrtc==13.2.86
     venv/bin/python tests/gpu/cubins.py [--markdown] [sm_90 ...]
 
 The program texts and options are those that eaglet gives to NVRTC at start. The exit code is 1 if a kernel does not

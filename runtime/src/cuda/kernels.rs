@@ -48,12 +48,12 @@ impl Kernels {
     /// # Errors
     /// If a program does not compile or the device does not take it.
     pub fn new(context: &Arc<Context>, nvrtc: Nvrtc, cache: KernelCache) -> Result<Self, CudaError> {
-        let (major, minor) = context.gpu().capability()?;
+        let architecture = nvrtc.architecture(context.gpu().capability()?)?;
         let kernels = Self {
             context: context.clone(),
             nvrtc,
             cache,
-            architecture: format!("sm_{major}{minor}"),
+            architecture,
             multiprocessors: context.gpu().multiprocessors()?.max(1),
             modules: Mutex::default(),
             functions: Mutex::default(),

@@ -10,6 +10,8 @@ functions! {
     /// NVRTC's functions.
     NvrtcTable of Nvrtc {
         fn version as "nvrtcVersion" (major: *mut c_int, minor: *mut c_int);
+        fn architecture_count as "nvrtcGetNumSupportedArchs" (count: *mut c_int);
+        fn architectures as "nvrtcGetSupportedArchs" (numbers: *mut c_int);
         fn create as "nvrtcCreateProgram" (
             program: *mut *mut c_void, source: *const c_char, name: *const c_char,
             headers: c_int, header_sources: *const *const c_char, header_names: *const *const c_char,
@@ -69,6 +71,34 @@ impl Nvrtc {
     /// The file it was opened from.
     pub fn path(&self) -> &Path {
         self.table.library.path()
+    }
+
+    /// The architecture to compile for: that of a device of compute capability `(major, minor)`, or the newest older one
+    /// of the same generation, whose machine code the device runs too.
+    ///
+    /// # Errors
+    /// If NVRTC is too old, or too new, for the device.
+    #[allow(unsafe_code)]
+    pub fn architecture(&self, (major, minor): (u32, u32)) -> Result<String, CudaError> {
+        let mut count = 0;
+        // SAFETY: writes one integer.
+        unsafe { (self.table.architecture_count)(&raw mut count) };
+        let mut numbers: Vec<c_int> = vec![0; usize::try_from(count).unwrap_or(0)];
+        // SAFETY: writes as many integers as it said.
+        unsafe { (self.table.architectures)(numbers.as_mut_ptr()) };
+        let wanted = (major * 10 + minor).cast_signed();
+        let best = numbers
+            .iter()
+            .filter(|&&number| number <= wanted && number / 10 == wanted / 10)
+            .max();
+        best.map(|number| format!("sm_{number}"))
+            .ok_or_else(|| CudaError::Compile {
+                program: "all".to_owned(),
+                architecture: format!("sm_{wanted}"),
+                version: format!("{}.{}", self.version.0, self.version.1),
+                log: "it does not know the device's generation; install the NVRTC of another CUDA version"
+                    .to_owned(),
+            })
     }
 
     /// Compiles `source` for `architecture` (such as `sm_90`) to machine code.

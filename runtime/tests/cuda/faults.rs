@@ -97,6 +97,25 @@ fn a_program_that_does_not_compile_shows_the_compilers_words() {
 }
 
 #[test]
+fn kernels_are_compiled_for_the_newest_architecture_that_the_device_runs() {
+    let Some(_) = stand_in() else { return };
+    let nvrtc = Nvrtc::open(&stack::search().expect("the stack is there")).expect("a compiler");
+    // The stand-in knows 8.0, 8.6 and 9.0.
+    for (capability, architecture) in [((8, 0), "sm_80"), ((8, 9), "sm_86"), ((9, 0), "sm_90")] {
+        assert_eq!(nvrtc.architecture(capability).expect("known"), architecture);
+    }
+    for unknown in [(7, 5), (12, 0)] {
+        let error = nvrtc.architecture(unknown).expect_err("another generation");
+        assert!(
+            error
+                .to_string()
+                .contains("install the NVRTC of another CUDA version"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
 fn a_device_that_is_not_there_is_named() {
     let Some(stack) = stand_in() else { return };
     let driver = eaglet_runtime::cuda::Driver::open(&stack::search().expect("the stack is there"));
