@@ -263,6 +263,7 @@ impl Kernels {
     ///
     /// # Panics
     /// If the shapes differ.
+    #[allow(clippy::too_many_arguments)]
     pub fn attention_backward(
         &self,
         stream: &Stream,
