@@ -31,7 +31,7 @@ fn shape(heads: usize, kv_heads: usize, head_dim: usize, value_dim: usize) -> At
     }
 }
 
-pub fn all(cases: &mut Cases<'_>) {
+pub(crate) fn all(cases: &mut Cases<'_>) {
     let small = shape(4, 2, 16, 16);
     let plain = |name, documents, rows, window, diagonals| Call {
         name,

@@ -1,4 +1,5 @@
 //! Results of kernels beside those of the CPU.
+#![allow(clippy::print_stdout, reason = "shows how close the numbers are")]
 
 use eaglet_runtime::device::Cpu;
 use eaglet_runtime::digest::Digest;
@@ -6,9 +7,9 @@ use eaglet_runtime::digest::Digest;
 use crate::stack::Stack;
 
 /// Every result so far.
-pub struct Cases<'a> {
-    pub stack: &'a Stack,
-    pub cpu: Cpu,
+pub(crate) struct Cases<'a> {
+    pub(crate) stack: &'a Stack,
+    pub(crate) cpu: Cpu,
     done: Vec<Case>,
 }
 
@@ -21,12 +22,12 @@ struct Case {
 }
 
 /// A smooth row of numbers without short periods.
-pub fn wave(n: usize, seed: f64) -> Vec<f32> {
+pub(crate) fn wave(n: usize, seed: f64) -> Vec<f32> {
     (0..n).map(|i| (1.3 * i as f64 + seed).sin() as f32).collect()
 }
 
 impl<'a> Cases<'a> {
-    pub fn new(stack: &'a Stack) -> Self {
+    pub(crate) fn new(stack: &'a Stack) -> Self {
         Self {
             stack,
             cpu: Cpu::new(2).expect("threads"),
@@ -36,7 +37,7 @@ impl<'a> Cases<'a> {
 
     /// Notes a result beside that of the CPU.
     #[track_caller]
-    pub fn close(&mut self, name: impl Into<String>, ours: &[f32], exact: &[f32], tolerance: f64) {
+    pub(crate) fn close(&mut self, name: impl Into<String>, ours: &[f32], exact: &[f32], tolerance: f64) {
         let name = name.into();
         assert_eq!(ours.len(), exact.len(), "{name}");
         let top = exact
@@ -69,7 +70,7 @@ impl<'a> Cases<'a> {
 
     /// Notes a result that must be that of the CPU bit for bit.
     #[track_caller]
-    pub fn same<T: PartialEq + std::fmt::Debug + bytemuck::Pod>(
+    pub(crate) fn same<T: PartialEq + std::fmt::Debug + bytemuck::Pod>(
         &mut self,
         name: impl Into<String>,
         ours: &[T],
@@ -93,7 +94,7 @@ impl<'a> Cases<'a> {
     }
 
     /// A table of the errors.
-    pub fn print(&self) {
+    pub(crate) fn print(&self) {
         for case in &self.done {
             println!(
                 "{:<52} {:>9.1e} of {:>7.0e}",
@@ -104,7 +105,7 @@ impl<'a> Cases<'a> {
 
     /// # Panics
     /// If a result is too far off.
-    pub fn check(&self) {
+    pub(crate) fn check(&self) {
         let wrong: Vec<String> = self
             .done
             .iter()
@@ -115,7 +116,7 @@ impl<'a> Cases<'a> {
     }
 
     /// A line per result that tells its bits.
-    pub fn digests(&self) -> Vec<String> {
+    pub(crate) fn digests(&self) -> Vec<String> {
         let line = |case: &Case| format!("bits {} {}", case.digest, case.name);
         self.done.iter().map(line).collect()
     }

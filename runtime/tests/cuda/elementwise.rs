@@ -8,7 +8,7 @@ use eaglet_runtime::rope::Rope;
 
 use crate::cases::{Cases, wave};
 
-pub fn all(cases: &mut Cases<'_>) {
+pub(crate) fn all(cases: &mut Cases<'_>) {
     for n in [1, 255, 1000, 40_001] {
         gates(cases, n);
         arithmetic(cases, n);

@@ -2,6 +2,7 @@
 //! kernels on the CPU. With `EAGLET_TEST_GPU=1` the same tests use the machine's own libraries and GPU.
 //!
 //! Skipped, with a line that says so, where there is no `g++` to build the stand-ins.
+#![allow(clippy::print_stdout, reason = "children tell their parents what they saw")]
 
 mod attention;
 mod cases;

@@ -6,7 +6,7 @@ use half::{bf16, f16};
 
 use crate::cases::{Cases, wave};
 
-pub fn all(cases: &mut Cases<'_>) {
+pub(crate) fn all(cases: &mut Cases<'_>) {
     moves(cases);
     plain_forms(cases);
     integer_form(cases, 4, 32);

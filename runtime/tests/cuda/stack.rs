@@ -1,4 +1,5 @@
 //! A CUDA stack to test with: the stand-ins, built once, or the machine's own.
+#![allow(clippy::print_stdout, reason = "says what was skipped")]
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -17,10 +18,10 @@ const HEADS: [(u32, u32); 4] = [(16, 16), (24, 20), (128, 128), (136, 136)];
 const CHILD: &str = "EAGLET_TEST_CHILD";
 
 /// A device with its kernels.
-pub struct Stack {
-    pub context: Arc<Context>,
-    pub stream: Stream,
-    pub kernels: Kernels,
+pub(crate) struct Stack {
+    pub(crate) context: Arc<Context>,
+    pub(crate) stream: Stream,
+    pub(crate) kernels: Kernels,
     real: bool,
 }
 
@@ -29,7 +30,7 @@ fn wants_real() -> bool {
 }
 
 /// The folder of the stand-in libraries; none if they cannot be built here.
-pub fn stand_ins() -> Option<&'static Path> {
+pub(crate) fn stand_ins() -> Option<&'static Path> {
     static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
     FOLDER.get_or_init(build).as_deref()
 }
@@ -95,7 +96,7 @@ fn build() -> Option<PathBuf> {
 }
 
 /// Where the stack's libraries are looked for.
-pub fn search() -> Option<SearchPath> {
+pub(crate) fn search() -> Option<SearchPath> {
     if wants_real() {
         return Some(SearchPath::here());
     }
@@ -103,7 +104,7 @@ pub fn search() -> Option<SearchPath> {
 }
 
 /// Compiled kernels of all test processes; compiling them takes longer than running them.
-pub fn cache() -> Option<KernelCache> {
+pub(crate) fn cache() -> Option<KernelCache> {
     // The stand-in's code depends on its header, which NVRTC's version does not say.
     let folder = match wants_real() {
         true => Path::new(env!("CARGO_TARGET_TMPDIR")),
@@ -114,7 +115,7 @@ pub fn cache() -> Option<KernelCache> {
 
 impl Stack {
     /// A stack, or none where it cannot be built.
-    pub fn open() -> Option<Self> {
+    pub(crate) fn open() -> Option<Self> {
         // One test after the other: the first compiles what the others then find in the cache.
         static COMPILING: Mutex<()> = Mutex::new(());
         let _compiling = COMPILING.lock().unwrap_or_else(PoisonError::into_inner);
@@ -144,17 +145,17 @@ impl Stack {
     }
 
     /// Whether it is the machine's own GPU.
-    pub fn is_real(&self) -> bool {
+    pub(crate) fn is_real(&self) -> bool {
         self.real
     }
 
-    pub fn upload<T: Pod>(&self, values: &[T]) -> Buffer<T> {
+    pub(crate) fn upload<T: Pod>(&self, values: &[T]) -> Buffer<T> {
         let mut buffer = Buffer::new(&self.context, values.len()).expect("room");
         self.stream.upload(values, buffer.view_mut()).expect("sent");
         buffer
     }
 
-    pub fn download<T: Pod + Default>(&self, buffer: &Buffer<T>) -> Vec<T> {
+    pub(crate) fn download<T: Pod + Default>(&self, buffer: &Buffer<T>) -> Vec<T> {
         let mut values = vec![T::default(); buffer.len()];
         self.stream
             .download(buffer.view(), &mut values)
@@ -164,12 +165,12 @@ impl Stack {
 }
 
 /// Whether this process was started by a test.
-pub fn is_child() -> bool {
+pub(crate) fn is_child() -> bool {
     std::env::var_os(CHILD).is_some()
 }
 
 /// Runs one test of this binary in a process of its own with other variables; what it prints.
-pub fn child(test: &str, variables: &[(&str, &str)]) -> String {
+pub(crate) fn child(test: &str, variables: &[(&str, &str)]) -> String {
     let output = Command::new(std::env::current_exe().expect("this binary"))
         .args(["--exact", test, "--nocapture", "--test-threads=1"])
         .env(CHILD, "1")
