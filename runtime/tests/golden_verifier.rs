@@ -9,12 +9,17 @@
 )]
 
 mod common;
+#[path = "cuda/stack.rs"]
+#[allow(dead_code)]
+mod stack;
 
 use std::error::Error;
 use std::path::Path;
 
 use common::{difference, model_folders, shared_folder};
 use eaglet_runtime::contract::HiddenDtype;
+use eaglet_runtime::cuda::{Cuda, Precision};
+use eaglet_runtime::device::{Cpu, Device};
 use eaglet_runtime::row::{PackedRow, Sample};
 use eaglet_runtime::verifier::{Alone, Verifier, VerifierConfig, VerifierOptions};
 use eaglet_runtime::weights::Weights;
@@ -74,14 +79,10 @@ fn compare(what: &str, actual: &[f32], expected: &[f32], worst: &mut f32) -> Out
     Err(format!("{what} differs by {difference:e}").into())
 }
 
-fn check_golden(folder: &Path, config: &VerifierConfig) -> Outcome {
+fn check_golden(folder: &Path, config: &VerifierConfig, device: impl Device) -> Outcome {
     let golden = Weights::open_file(folder.join("golden.safetensors"))?;
-    let options = VerifierOptions {
-        threads: 2,
-        aux_layers: Some(vec![1]),
-        ..VerifierOptions::default()
-    };
-    let mut verifier = Verifier::load(folder, options)?;
+    let whole = VerifierOptions::default().shard;
+    let mut verifier = Verifier::load_on(device, folder, Some(vec![1]), whole)?;
     let mut worst = 0.0;
     for sequence in ["a", "b"] {
         let row = one_document(tokens(&golden, &format!("{sequence}.token_ids"))?);
@@ -107,7 +108,7 @@ fn residual_streams_and_logits_are_those_of_transformers() -> Outcome {
     for folder in model_folders() {
         let outcome = VerifierConfig::read(&folder)
             .map_err(Into::into)
-            .and_then(|config| check_golden(&folder, &config));
+            .and_then(|config| check_golden(&folder, &config, Cpu::new(2)?));
         if let Err(error) = outcome {
             wrong.push(format!("{}: {error}", folder.display()));
         }
@@ -120,6 +121,30 @@ fn residual_streams_and_logits_are_those_of_transformers() -> Outcome {
             "{needed} was not checked"
         );
     }
+    Ok(())
+}
+
+/// The same numbers, with every operation on a GPU or on what stands in for one.
+#[test]
+fn residual_streams_and_logits_on_cuda_are_those_of_transformers() -> Outcome {
+    let (Some(search), Some(cache)) = (stack::search(), stack::cache()) else {
+        return Ok(());
+    };
+    let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/verifiers");
+    let mut wrong = Vec::new();
+    for name in OWN {
+        let (folder, device) = (
+            own.join(name),
+            Cuda::new(&search, 0, cache.clone(), Precision::F32)?,
+        );
+        let outcome = VerifierConfig::read(&folder)
+            .map_err(Into::into)
+            .and_then(|config| check_golden(&folder, &config, device));
+        if let Err(error) = outcome {
+            wrong.push(format!("{name}: {error}"));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     Ok(())
 }
 

@@ -7,4 +7,6 @@ cd "$(dirname "$0")/../.."
 cargo build --release --workspace
 target/release/eaglet devices
 cargo test --release --workspace --no-run
-EAGLET_TEST_GPU=1 cargo test --release --workspace --test cuda -- --nocapture --test-threads=1
+export EAGLET_TEST_GPU=1
+cargo test --release --workspace --test cuda -- --nocapture --test-threads=1
+cargo test --release --workspace --test golden_draft --test golden_verifier -- --nocapture --test-threads=1 cuda

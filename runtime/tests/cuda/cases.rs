@@ -1,4 +1,5 @@
 //! Results of kernels beside those of the CPU.
+#![allow(clippy::print_stdout, reason = "shows how close the numbers are")]
 
 use eaglet_runtime::device::Cpu;
 use eaglet_runtime::digest::Digest;
@@ -7,8 +8,8 @@ use crate::stack::Stack;
 
 /// Every result so far.
 pub(crate) struct Cases<'a> {
-    pub stack: &'a Stack,
-    pub cpu: Cpu,
+    pub(crate) stack: &'a Stack,
+    pub(crate) cpu: Cpu,
     done: Vec<Case>,
 }
 

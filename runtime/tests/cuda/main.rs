@@ -2,6 +2,7 @@
 //! kernels on the CPU. With `EAGLET_TEST_GPU=1` the same tests use the machine's own libraries and GPU.
 //!
 //! Skipped, with a line that says so, where there is no `g++` to build the stand-ins.
+#![allow(clippy::print_stdout, reason = "children tell their parents what they saw")]
 
 mod attention;
 mod cases;
@@ -17,7 +18,7 @@ use cases::Cases;
 use stack::Stack;
 
 /// Every kernel against the CPU backend, on the same inputs.
-fn all_cases(stack: &Stack) -> Cases {
+fn all_cases(stack: &Stack) -> Cases<'_> {
     let mut cases = Cases::new(stack);
     elementwise::all(&mut cases);
     rows::all(&mut cases);

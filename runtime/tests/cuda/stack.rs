@@ -1,4 +1,5 @@
 //! A CUDA stack to test with: the stand-ins, built once, or the machine's own.
+#![allow(clippy::print_stdout, reason = "says what was skipped")]
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -18,9 +19,9 @@ const CHILD: &str = "EAGLET_TEST_CHILD";
 
 /// A device with its kernels.
 pub(crate) struct Stack {
-    pub context: Arc<Context>,
-    pub stream: Stream,
-    pub kernels: Kernels,
+    pub(crate) context: Arc<Context>,
+    pub(crate) stream: Stream,
+    pub(crate) kernels: Kernels,
     real: bool,
 }
 
