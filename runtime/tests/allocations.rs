@@ -203,7 +203,9 @@ fn a_step_allocates_nothing_after_the_first() {
         });
         assert!(PASSED.swap(0, Ordering::Relaxed) > 0, "the watch is on");
     }
-    assert_eq!(allocations(|| drop(vec![1_u8; 100])).len(), 1, "and it sees");
+    // Threads that end may allocate meanwhile, too.
+    let seen = allocations(|| drop(std::hint::black_box(vec![1_u8; 100])));
+    assert!(!seen.is_empty(), "and it sees");
 
     // Which thread meets a task first is chance; once each has, none allocates.
     let spec = spec(LayerKind::Llama);
