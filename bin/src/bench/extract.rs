@@ -74,7 +74,6 @@ pub(super) fn extract(arguments: &ExtractArgs, out: &mut impl Write) -> Result<(
         documents <= tokens,
         "--documents {documents}: a row of {tokens} tokens has no room for them"
     );
-    let limits = Limits::measure(arguments.threads)?;
     let device = Timed::new(arguments.dtype.device(arguments.threads)?);
     let mut verifier = Verifier::load_on(device, &arguments.verifier, None, Shard::WHOLE)?;
     let cut = |document: usize| (tokens * document / documents) as u32;
@@ -97,6 +96,9 @@ pub(super) fn extract(arguments: &ExtractArgs, out: &mut impl Write) -> Result<(
         cpu.push(took.cpu);
         stages.push(spent);
     }
+    // Looking for the limits takes memory of its own.
+    let peak_bytes = peak_bytes();
+    let limits = Limits::measure(arguments.threads)?;
     let rates: Vec<f64> = seconds.iter().map(|seconds| tokens as f64 / seconds).collect();
     let report = Report {
         bench: "extract",
@@ -110,7 +112,7 @@ pub(super) fn extract(arguments: &ExtractArgs, out: &mut impl Write) -> Result<(
         tokens_per_s: Spread::of(&rates),
         row_seconds: Spread::of(&seconds),
         cpu_seconds_per_row: Spread::of(&cpu).median,
-        peak_bytes: peak_bytes(),
+        peak_bytes,
         stages: stages.medians(&limits),
         limits,
     };

@@ -122,7 +122,6 @@ pub(super) fn wave(length: usize, seed: u32) -> Vec<f32> {
 /// If the shape makes no draft, threads cannot be started or `out` cannot be written to.
 pub(super) fn train(arguments: &TrainArgs, out: &mut impl Write) -> Result<()> {
     let load_before = load();
-    let limits = Limits::measure(arguments.threads)?;
     let spec = arguments.spec();
     let batch = arguments.batch()?;
     let device = Arc::new(Timed::new(arguments.dtype.device(arguments.threads)?));
@@ -153,6 +152,9 @@ pub(super) fn train(arguments: &TrainArgs, out: &mut impl Write) -> Result<()> {
         .iter()
         .map(|seconds| batch.len() as f64 / seconds)
         .collect();
+    // Looking for the limits takes memory of its own.
+    let peak_bytes = peak_bytes();
+    let limits = Limits::measure(arguments.threads)?;
     let cost = spec.row_cost(&RowLoad {
         positions: batch.len(),
         active: batch.len(),
@@ -170,7 +172,7 @@ pub(super) fn train(arguments: &TrainArgs, out: &mut impl Write) -> Result<()> {
         tokens_per_s: Spread::of(&rates),
         step_seconds,
         cpu_seconds_per_step: Spread::of(&cpu).median,
-        peak_bytes: peak_bytes(),
+        peak_bytes,
         flops_per_token: cost.flops / batch.len() as f64,
         gflops_per_s: cost.flops / step_seconds.median / 1e9,
         stages: stages.medians(&limits),
