@@ -24,11 +24,23 @@ fn nvrtc_compiles_every_program_for_every_generation() {
         };
         for program in Program::GENERAL.into_iter().chain(attention) {
             let code = nvrtc
-                .compile(&program.name(), &program.text(), &architecture, &program.options())
+                .compile(
+                    &program.name(),
+                    &program.text(),
+                    &architecture,
+                    &program.options(),
+                )
                 .unwrap_or_else(|error| panic!("{error}"));
-            assert!(code.starts_with(b"\x7fELF"), "{} for {architecture}", program.name());
+            assert!(
+                code.starts_with(b"\x7fELF"),
+                "{} for {architecture}",
+                program.name()
+            );
             done += 1;
         }
     }
-    assert!(done >= 2 * (Program::GENERAL.len() + heads.len()), "{done} programs");
+    assert!(
+        done >= 2 * (Program::GENERAL.len() + heads.len()),
+        "{done} programs"
+    );
 }

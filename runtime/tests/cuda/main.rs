@@ -19,7 +19,7 @@ use cases::Cases;
 use stack::Stack;
 
 /// Every kernel against the CPU backend, on the same inputs.
-fn all_cases(stack: &Stack) -> Cases {
+fn all_cases(stack: &Stack) -> Cases<'_> {
     let mut cases = Cases::new(stack);
     elementwise::all(&mut cases);
     rows::all(&mut cases);
