@@ -7,6 +7,7 @@
 mod attention;
 mod cases;
 mod communicators;
+mod compiler;
 mod elementwise;
 mod faults;
 mod products;
