@@ -393,7 +393,7 @@ fn place_of_work(rank: &RankConfig, index: usize, checker: &mut Checker<'_>) {
             .is_some_and(|number| number.parse::<u16>().is_ok());
         if is_cuda {
             format!(
-                "{} = \"{device}\" needs the CUDA backend, which is not part of this build; use \"cpu\"",
+                "{} = \"{device}\": ranks do not work on GPUs yet, though `eaglet devices` finds them; use \"cpu\"",
                 path("device")
             )
         } else {

@@ -391,8 +391,8 @@ fn ranks_are_checked() {
         ),
         [
             "cluster.toml:21: ranks[3].seat: draft-0 is the seat of ranks[2] already",
-            "cluster.toml:22: ranks[3].device = \"cuda:0\" needs the CUDA backend, which is not part of this build; \
-             use \"cpu\"",
+            "cluster.toml:22: ranks[3].device = \"cuda:0\": ranks do not work on GPUs yet, though `eaglet devices` \
+             finds them; use \"cpu\"",
             "cluster.toml:25: ranks[4].seat = 7 leaves a gap; 4 draft ranks have seats 0 to 3",
             "cluster.toml:26: ranks[4].device = \"gpu\" is no device; use \"cpu\"",
             "cluster.toml:27: ranks[4].host = \"other\" cannot be reached; ranks run on this machine, use \"local\"",

@@ -1,7 +1,7 @@
 //! The bulk plane: tensors between processes of one host through shared memory.
 //!
 //! A link goes one way, from a [`BulkSender`] to the [`BulkListener`] it connected to. The sender makes two sealed memfds,
-//! a ring of slots and a [`heap`], and passes their descriptors over a Unix socket in the abstract namespace. A large
+//! a ring of slots and a heap, and passes their descriptors over a Unix socket in the abstract namespace. A large
 //! tensor is written into the heap, once, and read there by the receiver for as long as it likes; who makes it in a
 //! [`HeapBuffer`] writes it there himself. Headers, small tensors, and what finds no room in the heap, are copied into
 //! slots, and out of them into pooled buffers. Only fixed-size frames travel on the socket.
