@@ -11,7 +11,7 @@ def conversations(path):
         for line in lines:
             chat = json.loads(line)
             yield [
-                {"role": ROLES[turn.get("from") or turn["role"]], "content": turn.get("value") or turn["content"]}
+                {"role": ROLES[turn.get("from") or turn["role"]], "content": turn["value"] if "value" in turn else turn["content"]}
                 for turn in chat.get("conversations") or chat["messages"]
             ]
 
