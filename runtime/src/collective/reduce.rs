@@ -150,6 +150,11 @@ pub enum CollectiveError {
     },
 }
 
+/// Elements that two ranges share.
+fn overlap(a: &Range<usize>, b: &Range<usize>) -> usize {
+    a.end.min(b.end).saturating_sub(a.start.max(b.start))
+}
+
 /// One member's part in one reduction.
 pub struct SeatOrderedReduce {
     shape: ReduceShape,
@@ -160,9 +165,6 @@ pub struct SeatOrderedReduce {
     result: Option<Vec<f32>>,
     /// Contributions to the own segment that wait for their turn, in the order of `shape.lanes`.
     waiting: Vec<Option<Bytes>>,
-    /// Elements of each segment that this seat's lanes have not brought in, in the order of `shape.lanes`; none for lanes
-    /// of others.
-    missing: Vec<Vec<usize>>,
     /// Stretches that each lane of this seat has brought in.
     brought: Vec<Vec<Range<usize>>>,
     /// Lanes whose contributions are in the sum; the next turn is the one after them.
@@ -196,26 +198,11 @@ impl SeatOrderedReduce {
         let finished = (0..members)
             .map(|segment| segments.range(segment).is_empty())
             .collect();
-        let lengths: Vec<usize> = (0..members)
-            .map(|segment| segments.range(segment).len())
-            .collect();
-        let missing = shape
-            .lanes
-            .iter()
-            .map(|&(_, owner)| {
-                if owner == shape.own {
-                    lengths.clone()
-                } else {
-                    Vec::new()
-                }
-            })
-            .collect();
         Ok(Self {
             segments,
             place: place as u16,
             result: None,
             waiting: vec![None; shape.lanes.len()],
-            missing,
             brought: vec![Vec::new(); shape.lanes.len()],
             added: 0,
             sum: Vec::new(),
@@ -246,21 +233,13 @@ impl SeatOrderedReduce {
         gradient: &[f32],
     ) -> Result<Vec<Outgoing>, CollectiveError> {
         let own = self.shape.own;
-        let overlap = |segment: u16| {
-            let range = self.segments.range(segment);
-            part.end
-                .min(range.end)
-                .saturating_sub(part.start.max(range.start))
-        };
         let turn = self.turn_of(lane).filter(|&turn| {
-            let missing = &self.missing[turn];
             let fits = part.start <= part.end
                 && part.end <= self.shape.elements
                 && self.brought[turn]
                     .iter()
                     .all(|known| part.end <= known.start || known.end <= part.start);
-            let is_whole = missing.iter().all(|&missing| missing == 0) && self.waiting[turn].is_some();
-            self.shape.lanes[turn].1 == own && fits && !is_whole && self.result.is_none()
+            self.shape.lanes[turn].1 == own && fits && !self.is_brought(turn) && self.result.is_none()
         });
         let Some(turn) = turn else {
             return Err(CollectiveError::Lane { own, lane });
@@ -271,17 +250,17 @@ impl SeatOrderedReduce {
                 wanted: self.shape.elements,
             });
         }
-        let brought: Vec<usize> = (0..self.segments.seats()).map(overlap).collect();
-        self.brought[turn].push(part);
+        self.brought[turn].push(part.clone());
         let mut outgoing = Vec::new();
         for (segment, &seat) in (0..).zip(&self.shape.members) {
-            let brought = brought[usize::from(segment)];
-            let missing = &mut self.missing[turn][usize::from(segment)];
-            *missing -= brought;
-            if brought == 0 || *missing > 0 {
+            let range = self.segments.range(segment);
+            let covered: usize = self.brought[turn]
+                .iter()
+                .map(|known| overlap(known, &range))
+                .sum();
+            if overlap(&part, &range) == 0 || covered < range.len() {
                 continue;
             }
-            let range = self.segments.range(segment);
             let bytes = bytes_of_f32(gradient[range].to_vec());
             if seat == own {
                 self.waiting[turn] = Some(bytes);
@@ -294,12 +273,22 @@ impl SeatOrderedReduce {
                 });
             }
         }
-        let is_whole = self.missing[turn].iter().all(|&missing| missing == 0);
-        if is_whole && self.waiting[turn].is_none() {
+        if self.is_covered(turn) && self.waiting[turn].is_none() {
             // The own segment is empty; the lane is still known to be brought in.
             self.waiting[turn] = Some(Bytes::new());
         }
         Ok(outgoing)
+    }
+
+    /// Whether the stretches of a lane, which never overlap, are the whole gradient.
+    fn is_covered(&self, turn: usize) -> bool {
+        let elements: usize = self.brought[turn].iter().map(ExactSizeIterator::len).sum();
+        elements == self.shape.elements
+    }
+
+    /// Whether a lane of this seat was brought in.
+    fn is_brought(&self, turn: usize) -> bool {
+        self.waiting[turn].is_some() && self.is_covered(turn)
     }
 
     /// Takes the vector that finished segments are written into, of any contents, once all lanes of this seat are
@@ -311,10 +300,7 @@ impl SeatOrderedReduce {
         let own = self.shape.own;
         let missing = (0..)
             .zip(&self.shape.lanes)
-            .any(|(turn, &(_, owner)): (usize, _)| {
-                let is_whole = self.missing[turn].iter().all(|&missing| missing == 0);
-                owner == own && (self.waiting[turn].is_none() || !is_whole)
-            });
+            .any(|(turn, &(_, owner)): (usize, _)| owner == own && !self.is_brought(turn));
         if self.result.is_some() || missing {
             return Err(CollectiveError::Start);
         }

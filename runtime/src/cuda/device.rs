@@ -471,15 +471,7 @@ impl Device for Cuda {
             attention.plan,
         ));
         let mut sent = self.send_inputs(attention, inputs);
-        let [q, k, v, k_diagonal, v_diagonal] = sent.each_mut().map(|sent| sent.view());
-        let operands = AttentionOperands {
-            q,
-            k,
-            v,
-            k_diagonal,
-            v_diagonal,
-            diagonals: attention.diagonals,
-        };
+        let operands = operands(&mut sent, attention.diagonals);
         let mut sinks = self.send(attention.sinks);
         let (mut result, mut sums) = (self.room(out.len()), self.room(lse.len()));
         must(self.kernels.attention(
@@ -515,15 +507,7 @@ impl Device for Cuda {
             attention.plan,
         ));
         let mut sent = self.send_inputs(attention, inputs);
-        let [q, k, v, k_diagonal, v_diagonal] = sent.each_mut().map(|sent| sent.view());
-        let operands = AttentionOperands {
-            q,
-            k,
-            v,
-            k_diagonal,
-            v_diagonal,
-            diagonals: attention.diagonals,
-        };
+        let operands = operands(&mut sent, attention.diagonals);
         let diagonal_len = attention.diagonals * attention.plan.queries() * shape.key_width();
         let targets = [
             gradients.dq,
@@ -636,6 +620,19 @@ impl Device for Cuda {
         for (from, to) in sent.into_iter().zip(targets) {
             self.receive(from, to);
         }
+    }
+}
+
+/// What [`Cuda::send_inputs`] has sent, as a kernel takes it.
+fn operands<'a>(sent: &'a mut [Lent<'_, f32>; 5], diagonals: usize) -> AttentionOperands<'a> {
+    let [q, k, v, k_diagonal, v_diagonal] = sent.each_mut().map(|sent| sent.view());
+    AttentionOperands {
+        q,
+        k,
+        v,
+        k_diagonal,
+        v_diagonal,
+        diagonals,
     }
 }
 

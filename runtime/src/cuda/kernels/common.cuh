@@ -91,24 +91,10 @@ __device__ inline float lane_max(float value, int width) {
     return value;
 }
 
-// Sum over a block of whole warps; all threads get it.
-__device__ inline float block_sum(float value) {
-    __shared__ float parts[32];
-    value = lane_sum(value, 32);
-    __syncthreads(); // an earlier sum may still be read
-    if (threadIdx.x % 32 == 0) {
-        parts[threadIdx.x / 32] = value;
-    }
-    __syncthreads();
-    float sum = 0.0f;
-    for (u32 warp = 0; warp < blockDim.x / 32; ++warp) {
-        sum += parts[warp];
-    }
-    return sum;
-}
-
-__device__ inline double block_sum_f64(double value) {
-    __shared__ double parts[32];
+// Sum over a block of whole warps, of float, double or u64; all threads get it.
+template <typename T>
+__device__ inline T block_sum(T value) {
+    __shared__ T parts[32];
     for (int offset = 16; offset > 0; offset /= 2) {
         value += __shfl_xor_sync(WHOLE_WARP, value, offset);
     }
@@ -117,7 +103,7 @@ __device__ inline double block_sum_f64(double value) {
         parts[threadIdx.x / 32] = value;
     }
     __syncthreads();
-    double sum = 0.0;
+    T sum = 0;
     for (u32 warp = 0; warp < blockDim.x / 32; ++warp) {
         sum += parts[warp];
     }

@@ -25,7 +25,7 @@ extern "C" __global__ void sum_of_squares_parts(const float* x, u64 n, double* p
     for (u64 i = first + threadIdx.x; i < end; i += blockDim.x) {
         sum += (double)x[i] * (double)x[i];
     }
-    sum = block_sum_f64(sum);
+    sum = block_sum(sum);
     if (threadIdx.x == 0) {
         parts[blockIdx.x] = sum;
     }
@@ -37,7 +37,7 @@ extern "C" __global__ void sum_parts(const double* parts, u64 count, double* sum
     for (u64 i = threadIdx.x; i < count; i += blockDim.x) {
         part += parts[i];
     }
-    part = block_sum_f64(part);
+    part = block_sum(part);
     if (threadIdx.x == 0) {
         *sum = part;
     }
@@ -60,23 +60,6 @@ __device__ inline u64 mixed(u64 word) {
     return word ^ (word >> 31);
 }
 
-__device__ inline u64 block_sum_u64(u64 value) {
-    __shared__ u64 parts[32];
-    for (int offset = 16; offset > 0; offset /= 2) {
-        value += __shfl_xor_sync(WHOLE_WARP, value, offset);
-    }
-    __syncthreads(); // an earlier sum may still be read
-    if (threadIdx.x % 32 == 0) {
-        parts[threadIdx.x / 32] = value;
-    }
-    __syncthreads();
-    u64 sum = 0;
-    for (u32 warp = 0; warp < blockDim.x / 32; ++warp) {
-        sum += parts[warp];
-    }
-    return sum;
-}
-
 // parts[b] = the sum modulo 2^64 over block b's elements of mixed(mixed(place) ^ bits).
 extern "C" __global__ void checksum_parts(const u32* words, u64 n, u64* parts) {
     const u64 first = (u64)blockIdx.x * ELEMENTS_PER_BLOCK;
@@ -85,7 +68,7 @@ extern "C" __global__ void checksum_parts(const u32* words, u64 n, u64* parts) {
     for (u64 i = first + threadIdx.x; i < end; i += blockDim.x) {
         sum += mixed(mixed(i) ^ words[i]);
     }
-    sum = block_sum_u64(sum);
+    sum = block_sum(sum);
     if (threadIdx.x == 0) {
         parts[blockIdx.x] = sum;
     }
@@ -97,7 +80,7 @@ extern "C" __global__ void sum_words(const u64* parts, u64 count, u64* sum) {
     for (u64 i = threadIdx.x; i < count; i += blockDim.x) {
         part += parts[i];
     }
-    part = block_sum_u64(part);
+    part = block_sum(part);
     if (threadIdx.x == 0) {
         *sum = part;
     }

@@ -126,11 +126,7 @@ pub(super) fn forward(
         (plan.queries() * out_width, plan.queries() * heads),
         "shapes of an attention"
     );
-    each_query_block(&plan.query_blocks, [out, lse], [out_width, heads], &|block,
-                                                                           [
-        out,
-        lse,
-    ]| {
+    let work = |block: &QueryBlock, [out, lse]: [&mut [f32]; 2]| {
         let (rows, keys, first) = (block.queries.len(), block.keys.len(), block.queries.start);
         with_scratch([rows * keys, attention.diagonals], |[scores, extra]| {
             for h in 0..heads {
@@ -191,7 +187,8 @@ pub(super) fn forward(
                 gemm_serial(out, Matrix::new(scores, rows, keys), v, 1.0, true);
             }
         });
-    });
+    };
+    each_query_block(&plan.query_blocks, [out, lse], [out_width, heads], &work);
 }
 
 /// A query's visible keys, counted from the block's first key.
