@@ -4,8 +4,8 @@
 //! on a GPU as it stands, with the numbers of the GPU's own kernels and products. It is a proof, not a fast path: the
 //! copies cost more than what is computed until buffers live on the device.
 //!
-//! A GPU that fails makes the operation panic with the driver's words: the trait's operations cannot fail, and a rank
-//! that lost its device has to be started again.
+//! A GPU that fails makes the operation panic with its [`CudaError`]: the trait's operations cannot fail, and a rank that
+//! lost its device has to be started again.
 
 use std::sync::Arc;
 
@@ -51,7 +51,7 @@ pub struct Cuda {
 fn must<T>(result: Result<T, CudaError>) -> T {
     match result {
         Ok(value) => value,
-        Err(error) => panic!("the gpu failed: {error}"),
+        Err(error) => std::panic::panic_any(error),
     }
 }
 
