@@ -12,7 +12,7 @@ use eaglet_runtime::checkpoint::{
 };
 use eaglet_runtime::contract::Contract;
 use eaglet_runtime::control::{Acceptance, LaneMetrics, StepMetrics};
-use eaglet_runtime::device::{Buffer, Cpu, Device, checksum};
+use eaglet_runtime::device::{Buffer, Device, checksum};
 use eaglet_runtime::digest::{Digest, Digester};
 use eaglet_runtime::draft::{Draft, DraftBatch, DraftError, FrozenWeights, init_parameters};
 use eaglet_runtime::ids::Step;
@@ -66,9 +66,6 @@ pub enum ReplicaError {
     /// The optimizer.
     #[error(transparent)]
     Optimizer(#[from] LengthError),
-    /// The device.
-    #[error(transparent)]
-    Threads(#[from] eaglet_runtime::device::ThreadsError),
     /// What a peer sent is not a state of this draft.
     #[error("the state that a peer sent {what}; both must run the same cluster.toml")]
     ForeignState {
@@ -77,10 +74,10 @@ pub enum ReplicaError {
     },
 }
 
-/// A replica of the draft.
-pub struct Replica {
-    draft: Draft<Cpu>,
-    device: Arc<Cpu>,
+/// A replica of the draft on a device.
+pub struct Replica<D> {
+    draft: Draft<D>,
+    device: Arc<D>,
     frozen: FrozenWeights,
     optimizer: AdamW,
     parameters: Buffer,
@@ -95,7 +92,7 @@ pub struct Replica {
     tokens_per_row: usize,
 }
 
-impl Replica {
+impl<D: Device> Replica<D> {
     /// A replica without a meaningful state: one must be given to it next.
     ///
     /// # Errors
@@ -104,7 +101,7 @@ impl Replica {
         config: &ClusterConfig,
         vocabulary: &[u32],
         contract: &Contract,
-        threads: usize,
+        device: D,
     ) -> Result<Self, ReplicaError> {
         let parts = FrozenParts::load(&config.verifier.path, vocabulary)?;
         let spec = recipe::draft_spec(config, &parts.config, contract.aux_layers.len())?;
@@ -124,7 +121,7 @@ impl Replica {
                 return Err(ReplicaError::NotFinite { path, tensor });
             }
         }
-        let device = Arc::new(Cpu::with_products(threads, config.draft.products)?);
+        let device = Arc::new(device);
         let head: Arc<[f32]> = parts.head_rows.into();
         let frozen = FrozenWeights {
             embed: parts.embedding.into(),

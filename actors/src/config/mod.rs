@@ -279,6 +279,15 @@ impl ClusterConfig {
         self.ranks.iter().find(|rank| rank.seat() == seat)
     }
 
+    /// The GPU that a rank computes on. One that only reads or writes hidden states computes nowhere.
+    pub fn gpu_of(&self, rank: &RankConfig) -> Option<u16> {
+        let computes = match rank.role {
+            Role::Verifier => self.samples.hidden_states.is_none(),
+            Role::Draft => self.run.extract_to.is_none(),
+        };
+        rank.gpu().filter(|_| computes)
+    }
+
     /// CPU threads of a rank on a machine with `cores` cores, at least 1.
     pub fn threads(&self, rank: &RankConfig, cores: usize) -> usize {
         if rank.threads > 0 {

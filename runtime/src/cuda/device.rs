@@ -3,8 +3,8 @@
 //! Operations are launched on one stream and not waited for, except where something comes back to the host. Operands on
 //! the GPU are used where they lie; those on the host, which are small or come from a test, are sent along.
 //!
-//! A GPU that fails makes the operation panic with the driver's words: the trait's operations cannot fail, and a rank
-//! that lost its device has to be started again.
+//! A GPU that fails makes the operation panic with its [`CudaError`]: the trait's operations cannot fail, and a rank that
+//! lost its device has to be started again.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -61,7 +61,7 @@ pub struct Cuda {
 fn must<T>(result: Result<T, CudaError>) -> T {
     match result {
         Ok(value) => value,
-        Err(error) => panic!("the gpu failed: {error}"),
+        Err(error) => std::panic::panic_any(error),
     }
 }
 
