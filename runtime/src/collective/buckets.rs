@@ -10,6 +10,7 @@
 //! Buckets follow the order in which the backward pass finishes parameters, and parameters lie in them in that order: so
 //! the small ones travel with their neighbours, and a bucket is whole long before the pass ends.
 
+use std::fmt;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
@@ -26,6 +27,15 @@ pub enum SumMode {
     Exact,
     /// Each member's lanes first, then the members in the order of the library: bits depend on the membership.
     Fast,
+}
+
+impl fmt::Display for SumMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Exact => "exact",
+            Self::Fast => "fast",
+        })
+    }
 }
 
 /// A part of a gradient and its place in a bucket.

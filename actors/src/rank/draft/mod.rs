@@ -129,7 +129,8 @@ impl DraftWorker {
                 });
             }
             CoordinatorCommand::Evaluate => self.evaluate()?,
-            CoordinatorCommand::Welcome { .. }
+            CoordinatorCommand::Meet { .. }
+            | CoordinatorCommand::Welcome { .. }
             | CoordinatorCommand::BeatAck { .. }
             | CoordinatorCommand::Quit => {}
             CoordinatorCommand::LoadVerifier
