@@ -76,6 +76,9 @@ fn write(report: &Report, strict: bool, out: &mut dyn Write) -> Result<()> {
             writeln!(out, "{}", memory(host))?;
         }
     }
+    if let Some(nccl) = &report.nccl {
+        writeln!(out, "gradients are summed over NCCL {}, {}", nccl.version, nccl.path.display())?;
+    }
     if !report.links.is_empty() {
         writeln!(out)?;
         links(&report.links, out)?;

@@ -34,6 +34,8 @@ pub enum Topic {
     HeldOut,
     /// The draft's vocabulary.
     Vocabulary,
+    /// Where ranks compute.
+    Device,
     /// Memory of a host.
     Memory,
     /// Room on the disk of the run directory.

@@ -9,9 +9,10 @@
 //! - CHECK-3: a launch refuses nothing that a check of the same moment has passed.
 //!
 //! Files: `foundation` the verifier's files, tokenizer and draft; `directory` the run directory; `layers`, `shards`,
-//! `memory`, `links`, `disk`, `supply` the plans, pure; `samples`, `vocabulary` what the first samples tell; `plan` puts
+//! `memory`, `links`, `disk`, `supply` the plans, pure; `collective` NCCL; `samples`, `vocabulary` what the first samples tell; `plan` puts
 //! the plans together; `report` the result as data.
 
+mod collective;
 mod directory;
 mod disk;
 mod finding;
@@ -41,6 +42,7 @@ use eaglet_runtime::verifier::VerifierFiles;
 
 pub use self::directory::DirectoryError;
 pub(crate) use self::directory::{engine, refuse_orphans};
+pub use self::collective::NcclSummary;
 pub use self::disk::DiskPlan;
 use self::finding::Findings;
 pub use self::finding::{Finding, Severity, Topic};
@@ -125,6 +127,7 @@ pub fn ready(survey: Survey, machine: Machine) -> Result<Ready, Vec<Finding>> {
     let mut findings = Findings::new(&survey);
     let foundation = Foundation::look(&mut findings, false);
     look_around(&foundation, &mut findings);
+    collective::look(&mut findings);
     if is_planned(&survey) {
         let plan = Plan::new(&survey.config, &foundation, None);
         look_at_memory(&plan.hosts(machine), &mut findings);
@@ -169,6 +172,7 @@ pub fn check(survey: &Survey, cluster: &str, options: &CheckOptions) -> Report {
     let mut findings = Findings::new(survey);
     let foundation = Foundation::look(&mut findings, options.weights_come_later);
     look_around(&foundation, &mut findings);
+    let nccl = collective::look(&mut findings);
     let samples = look_at_samples(&foundation, options.samples, &mut findings);
     let vocabulary = samples
         .as_ref()
@@ -186,6 +190,7 @@ pub fn check(survey: &Survey, cluster: &str, options: &CheckOptions) -> Report {
         layers: None,
         ranks: Vec::new(),
         hosts: Vec::new(),
+        nccl,
         disk: None,
         links: Vec::new(),
         samples: None,

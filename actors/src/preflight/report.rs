@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use eaglet_runtime::ids::Role;
 use serde::Serialize;
 
+use super::collective::NcclSummary;
 use super::disk::DiskPlan;
 use super::finding::{Finding, Severity};
 use super::layers::CapturedLayers;
@@ -131,6 +132,8 @@ pub struct Report {
     pub ranks: Vec<RankPlan>,
     /// Memory of hosts.
     pub hosts: Vec<HostMemory>,
+    /// The NCCL that gradients are summed with, if they are.
+    pub nccl: Option<NcclSummary>,
     /// What is written.
     pub disk: Option<DiskPlan>,
     /// What travels.

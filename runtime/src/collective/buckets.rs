@@ -15,8 +15,12 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-/// Elements of a bucket: 16 MiB, large enough that a collective's start does not count.
-pub const BUCKET_ELEMENTS: usize = 4 << 20;
+/// Most elements of a bucket: 16 MiB, large enough that a collective's start does not count.
+const BUCKET_ELEMENTS: usize = 4 << 20;
+/// Fewest elements of a bucket but the last.
+const LEAST_ELEMENTS: usize = 16 << 10;
+/// Buckets of a small gradient.
+const BUCKETS: usize = 16;
 
 /// In which order gradients of lanes are added.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -122,6 +126,12 @@ impl BucketPlan {
             elements,
             bucket_elements,
         })
+    }
+
+    /// Elements of a bucket that suit a gradient of so many: small ones are cut, too, so that they leave while the rest is
+    /// computed.
+    pub fn bucket_elements_for(elements: usize) -> usize {
+        elements.div_ceil(BUCKETS).clamp(LEAST_ELEMENTS, BUCKET_ELEMENTS)
     }
 
     /// Elements of the gradient.

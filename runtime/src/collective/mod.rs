@@ -11,7 +11,7 @@ mod shards;
 #[cfg(test)]
 mod tests;
 
-pub use buckets::{BUCKET_ELEMENTS, BucketError, BucketPlan, Piece, SumMode, Turn};
+pub use buckets::{BucketError, BucketPlan, Piece, SumMode, Turn};
 pub use reduce::{CollectiveError, Outgoing, Phase, ReduceShape, SeatOrderedReduce};
 pub use segments::Segments;
 pub use shards::{Exchange, ShardMessage, ShardPeers};

@@ -10,6 +10,7 @@
 mod error;
 
 use std::ffi::{c_char, c_int, c_void};
+use std::path::Path;
 use std::sync::{Arc, RwLock, mpsc};
 use std::time::{Duration, Instant};
 
@@ -91,6 +92,11 @@ impl Nccl {
     /// The file it was opened from.
     pub(super) fn library(&self) -> &super::library::Library {
         &self.table.library
+    }
+
+    /// The file it was opened from.
+    pub fn path(&self) -> &Path {
+        self.table.library.path()
     }
 
     /// Its version, `(major, minor, patch)`.
