@@ -1,5 +1,6 @@
 //! One replica of the draft: weights, moments, and what a step does to them. No messages, no threads of its own.
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use eaglet_runtime::checkpoint::{
 use eaglet_runtime::collective::{BucketError, BucketPlan};
 use eaglet_runtime::contract::Contract;
 use eaglet_runtime::control::{Acceptance, LaneMetrics, StepMetrics};
-use eaglet_runtime::device::Cpu;
+use eaglet_runtime::device::{Buffer, Cpu, Device, checksum};
 use eaglet_runtime::digest::{Digest, Digester};
 use eaglet_runtime::draft::{Draft, DraftBatch, DraftError, FrozenWeights, init_parameters};
 use eaglet_runtime::ids::Step;
@@ -30,6 +31,12 @@ use crate::recipe::{self, RecipeError};
 pub const STATE_FILE: &str = "training_state.safetensors";
 /// Elements of a state that travel in one message.
 const PIECE_ELEMENTS: usize = 16 << 20;
+
+// Who holds memory of a device.
+const PARAMETERS: &str = "parameters";
+const FIRST_MOMENTS: &str = "first moments";
+const SECOND_MOMENTS: &str = "second moments";
+const GRADIENT: &str = "gradient";
 
 /// Why a replica cannot be built, restored or saved.
 #[derive(Debug, thiserror::Error)]
@@ -77,7 +84,9 @@ pub struct Replica {
     device: Arc<Cpu>,
     frozen: FrozenWeights,
     optimizer: AdamW,
-    parameters: Vec<f32>,
+    parameters: Buffer,
+    /// Where the device computes a gradient, if not in the host's memory.
+    device_gradient: Buffer,
     gradient: Vec<f32>,
     step: Step,
     digest: Digest,
@@ -134,11 +143,12 @@ impl Replica {
         let length = draft.layout().len();
         Ok(Self {
             draft,
-            device,
             frozen,
-            optimizer: AdamW::new(recipe::adamw(config), length),
-            parameters: vec![0.0; length],
+            optimizer: AdamW::new(recipe::adamw(config), &*device, length),
+            parameters: device.place(vec![0.0; length].into(), PARAMETERS),
+            device_gradient: Buffer::default(),
             gradient: vec![0.0; length],
+            device,
             step: Step::default(),
             digest: Digest::default(),
             vocabulary,
@@ -160,10 +170,9 @@ impl Replica {
 
     /// Takes the initial weights, a function of the seed.
     pub fn initialise(&mut self, seed: u64) {
-        self.parameters = init_parameters(self.draft.layout(), seed);
-        self.optimizer = AdamW::new(self.optimizer.spec, self.parameters.len());
-        self.step = Step::default();
-        self.digest = self.compute_digest();
+        let parameters = init_parameters(self.draft.layout(), seed);
+        let zeros = vec![0.0; parameters.len()];
+        self.take(Step::default(), parameters, zeros.clone(), zeros);
     }
 
     /// Takes the state of a checkpoint.
@@ -182,9 +191,15 @@ impl Replica {
     }
 
     fn take(&mut self, step: Step, parameters: Vec<f32>, first_moment: Vec<f32>, second_moment: Vec<f32>) {
-        self.parameters = parameters;
-        self.optimizer.m = first_moment;
-        self.optimizer.v = second_moment;
+        // One after the other, so that a device needs no room for two of them.
+        for (vector, values, name) in [
+            (&mut self.parameters, parameters, PARAMETERS),
+            (&mut self.optimizer.m, first_moment, FIRST_MOMENTS),
+            (&mut self.optimizer.v, second_moment, SECOND_MOMENTS),
+        ] {
+            *vector = Buffer::default();
+            *vector = self.device.place(values.into(), name);
+        }
         // Every step is one update.
         self.optimizer.updates = step.0;
         self.step = step;
@@ -195,7 +210,8 @@ impl Replica {
     pub fn pieces(&self) -> Vec<(BulkKind, Bytes)> {
         let mut pieces = Vec::new();
         for (what, vector) in self.vectors() {
-            let digest = Digest::of_f32(vector);
+            let vector = &*self.on_host(vector);
+            let digest = checksum(vector).into();
             let mut first = 0;
             // An empty vector still has one piece, so that its end is seen.
             loop {
@@ -242,12 +258,20 @@ impl Replica {
         Ok(())
     }
 
-    fn vectors(&self) -> [(StateKind, &[f32]); 3] {
+    fn vectors(&self) -> [(StateKind, &Buffer); 3] {
         [
             (StateKind::Weights, &self.parameters),
             (StateKind::FirstMoments, &self.optimizer.m),
             (StateKind::SecondMoments, &self.optimizer.v),
         ]
+    }
+
+    /// A vector as a slice of the host's memory.
+    fn on_host<'a>(&self, vector: &'a Buffer) -> Cow<'a, [f32]> {
+        match vector.floats().as_host() {
+            Some(values) => Cow::Borrowed(values),
+            None => Cow::Owned(self.device.read(vector.floats())),
+        }
     }
 
     /// A vector for a gradient, of any contents; [`Self::apply`] takes it back for the next step.
@@ -266,13 +290,28 @@ impl Replica {
         &mut self,
         row: &HiddenRow,
         gradient: &mut [f32],
-        on_final: impl FnMut(Range<usize>, &[f32]) + Send,
+        mut on_final: impl FnMut(Range<usize>, &[f32]) + Send,
     ) -> Result<LaneMetrics, ReplicaError> {
         let begun = Instant::now();
         let batch = DraftBatch::from_row(row)?;
-        let metrics = self
-            .draft
-            .gradient_with(&self.parameters, &batch, gradient, on_final)?;
+        let (device, parameters) = (&*self.device, &self.parameters);
+        let metrics = if device.is_host() {
+            self.draft
+                .gradient_with(parameters, &batch, gradient, |part, floats| {
+                    if let Some(gradient) = floats.as_host() {
+                        on_final(part, gradient);
+                    }
+                })?
+        } else {
+            device.fit(&mut self.device_gradient, GRADIENT, gradient.len());
+            let on_device = &mut self.device_gradient;
+            self.draft
+                .gradient_with(parameters, &batch, on_device, |part, floats| {
+                    let home = &mut gradient[part.clone()];
+                    device.assign(home.into(), floats.part(part.clone()));
+                    on_final(part, gradient);
+                })?
+        };
         Ok(LaneMetrics {
             lane: 0,
             finite: true,
@@ -299,8 +338,10 @@ impl Replica {
     /// # Errors
     /// If the gradient has another length; nothing is changed then.
     pub fn apply(&mut self, gradient: Vec<f32>, learning_rate: f64) -> Result<(), ReplicaError> {
+        let device = &*self.device;
+        let gradient_there = device.lend(&gradient, &mut self.device_gradient, GRADIENT);
         self.optimizer
-            .update(&*self.device, &mut self.parameters, &gradient, learning_rate)?;
+            .update(device, &mut self.parameters, gradient_there, learning_rate)?;
         self.gradient = gradient;
         self.step = self.step.next();
         self.digest = self.compute_digest();
@@ -345,11 +386,12 @@ impl Replica {
         let embedding_shape = [vocab, hidden];
         let head_shape = [draft_vocab, hidden];
         let folder = checkpoints.write(self.step, |folder| {
+            let parameters = self.on_host(&self.parameters);
             let trained = self.draft.layout().tensors().iter().map(|slot| {
                 (
                     slot.name.as_str(),
                     slot.shape.as_slice(),
-                    &self.parameters[slot.range.clone()],
+                    &parameters[slot.range.clone()],
                 )
             });
             let fixed = [
@@ -361,9 +403,9 @@ impl Replica {
             faults::pass(Point::Saving, Some(self.step));
             let state = StateView {
                 step: self.step,
-                parameters: &self.parameters,
-                first_moment: &self.optimizer.m,
-                second_moment: &self.optimizer.v,
+                parameters: &parameters,
+                first_moment: &self.on_host(&self.optimizer.m),
+                second_moment: &self.on_host(&self.optimizer.v),
             };
             state.save(&folder.join(STATE_FILE), self.layout_digest())
         })?;
@@ -403,7 +445,7 @@ impl Replica {
     fn compute_digest(&self) -> Digest {
         let mut digester = Digester::new();
         for (_, vector) in self.vectors() {
-            digester.part(bytemuck::cast_slice(vector));
+            digester.part(&self.device.checksum(vector.floats()).to_le_bytes());
         }
         digester.finish()
     }
@@ -466,7 +508,7 @@ impl IncomingState {
                 .chunks_exact(4)
                 .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])),
         );
-        if vector.values.len() == vector.elements && Digest::of_f32(&vector.values) != digest {
+        if vector.values.len() == vector.elements && Digest::from(checksum(&vector.values)) != digest {
             return Err(foreign("has another digest than announced"));
         }
         let whole = |vector: &Option<Incoming>| vector.as_ref().is_some_and(|v| v.values.len() == v.elements);

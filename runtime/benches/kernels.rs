@@ -12,7 +12,7 @@ use divan::Bencher;
 use divan::counter::{BytesCount, ItemsCount};
 use eaglet_runtime::device::{
     AdamWUpdate, Attention, AttentionGradients, AttentionInputs, AttentionPlan, AttentionShape, Cpu, Device,
-    Matrix, MatrixMut, RotaryTable, RowLoss, StoredMatrix, TargetRow, Turn,
+    HostMatrix, Matrix, MatrixMut, RotaryTable, RowLoss, StoredMatrix, TargetRow, Turn,
 };
 use eaglet_runtime::rope::Rope;
 use half::bf16;
@@ -52,7 +52,7 @@ mod product {
             HIDDEN
         }
 
-        fn in_place(&self) -> Option<Matrix<'_>> {
+        fn in_place(&self) -> Option<HostMatrix<'_>> {
             None
         }
 
@@ -178,7 +178,13 @@ mod elementwise {
         let (mut y, mut rstd) = (vec![0.0; ROWS * HIDDEN], vec![0.0; ROWS]);
         bencher.counter(BytesCount::new(8 * x.len())).bench_local(|| {
             let y = MatrixMut::new(&mut y, ROWS, HIDDEN);
-            device.rms_norm(Matrix::new(&x, ROWS, HIDDEN), &weight, 1e-5, y, &mut rstd);
+            device.rms_norm(
+                Matrix::new(&x, ROWS, HIDDEN),
+                (&weight).into(),
+                1e-5,
+                y,
+                (&mut rstd).into(),
+            );
         });
     }
 
@@ -189,7 +195,7 @@ mod elementwise {
         let positions: Vec<u32> = (0..ROWS as u32).collect();
         bencher
             .counter(BytesCount::new(8 * x.len()))
-            .bench_local(|| device.rotate(&mut x, HEAD_DIM, &table, &positions, Turn::Forward));
+            .bench_local(|| device.rotate((&mut x).into(), HEAD_DIM, &table, &positions, Turn::Forward));
     }
 
     #[divan::bench(args = THREADS)]
@@ -198,7 +204,7 @@ mod elementwise {
         let mut out = vec![0.0; ROWS * INNER];
         bencher
             .counter(BytesCount::new(12 * out.len()))
-            .bench_local(|| device.swiglu(&gate, &up, &mut out));
+            .bench_local(|| device.swiglu((&gate).into(), (&up).into(), (&mut out).into()));
     }
 
     #[divan::bench(args = THREADS)]
@@ -216,9 +222,15 @@ mod elementwise {
             number: 10,
             gradient_scale: 0.5,
         };
-        bencher
-            .counter(BytesCount::new(28 * PARAMETERS))
-            .bench_local(|| device.adamw(&update, &mut p, &mut m, &mut v, &gradient));
+        bencher.counter(BytesCount::new(28 * PARAMETERS)).bench_local(|| {
+            device.adamw(
+                &update,
+                (&mut p).into(),
+                (&mut m).into(),
+                (&mut v).into(),
+                (&gradient).into(),
+            )
+        });
     }
 
     #[divan::bench(args = THREADS)]
@@ -263,11 +275,11 @@ mod attention {
 
     fn inputs([q, k, v]: &[Vec<f32>; 3]) -> AttentionInputs<'_> {
         AttentionInputs {
-            q,
-            k,
-            v,
-            k_diagonal: &[],
-            v_diagonal: &[],
+            q: q.into(),
+            k: k.into(),
+            v: v.into(),
+            k_diagonal: (&[]).into(),
+            v_diagonal: (&[]).into(),
         }
     }
 
@@ -281,9 +293,14 @@ mod attention {
         let (device, (plan, operands)) = (cpu(threads), operands());
         let attention = Attention::plain(SHAPE, &plan);
         let (mut out, mut lse) = (vec![0.0; ROWS * SHAPE.output_width()], vec![0.0; ROWS * HEADS]);
-        bencher
-            .counter(flops(2))
-            .bench_local(|| device.attention(&attention, &inputs(&operands), &mut out, &mut lse));
+        bencher.counter(flops(2)).bench_local(|| {
+            device.attention(
+                &attention,
+                &inputs(&operands),
+                (&mut out).into(),
+                (&mut lse).into(),
+            )
+        });
     }
 
     #[divan::bench(args = THREADS)]
@@ -291,17 +308,28 @@ mod attention {
         let (device, (plan, operands)) = (cpu(threads), operands());
         let attention = Attention::plain(SHAPE, &plan);
         let (mut out, mut lse) = (vec![0.0; ROWS * SHAPE.output_width()], vec![0.0; ROWS * HEADS]);
-        device.attention(&attention, &inputs(&operands), &mut out, &mut lse);
+        device.attention(
+            &attention,
+            &inputs(&operands),
+            (&mut out).into(),
+            (&mut lse).into(),
+        );
         let [mut dq, mut dk, mut dv] = operands.each_ref().map(|operand| vec![0.0; operand.len()]);
         bencher.counter(flops(5)).bench_local(|| {
             let gradients = AttentionGradients {
-                dq: &mut dq,
-                dk: &mut dk,
-                dv: &mut dv,
-                dk_diagonal: &mut [],
-                dv_diagonal: &mut [],
+                dq: (&mut dq).into(),
+                dk: (&mut dk).into(),
+                dv: (&mut dv).into(),
+                dk_diagonal: (&mut []).into(),
+                dv_diagonal: (&mut []).into(),
             };
-            device.attention_backward(&attention, &inputs(&operands), &lse, &out, gradients);
+            device.attention_backward(
+                &attention,
+                &inputs(&operands),
+                (&lse).into(),
+                (&out).into(),
+                gradients,
+            );
         });
     }
 }

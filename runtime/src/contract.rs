@@ -5,6 +5,7 @@
 
 use std::fmt;
 
+use half::bf16;
 use serde::{Deserialize, Serialize};
 
 use crate::digest::{Digest, Digester};
@@ -25,6 +26,22 @@ impl HiddenDtype {
         match self {
             Self::Bf16 => 2,
             Self::F32 => 4,
+        }
+    }
+
+    /// Writes values as elements of this type, rounded to nearest, little-endian; `out` is as long as they need.
+    pub(crate) fn write(self, values: &[f32], out: &mut [u8]) {
+        match self {
+            Self::F32 => {
+                for (out, value) in out.chunks_exact_mut(4).zip(values) {
+                    out.copy_from_slice(&value.to_le_bytes());
+                }
+            }
+            Self::Bf16 => {
+                for (out, &value) in out.chunks_exact_mut(2).zip(values) {
+                    out.copy_from_slice(&bf16::from_f32(value).to_le_bytes());
+                }
+            }
         }
     }
 }

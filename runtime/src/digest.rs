@@ -23,6 +23,13 @@ impl Digest {
     }
 }
 
+impl From<u64> for Digest {
+    /// The digest of a [`checksum`](crate::device::checksum).
+    fn from(checksum: u64) -> Self {
+        Self::of(&checksum.to_le_bytes())
+    }
+}
+
 impl fmt::Display for Digest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:032x}", self.0)

@@ -158,11 +158,11 @@ impl Trainer {
         let draft = Draft::new(spec, training, frozen, Arc::clone(&device)).expect("a valid draft");
         let parameters = init_parameters(draft.layout(), 7);
         Self {
-            device,
             gradient: vec![0.0; parameters.len()],
-            optimizer: AdamW::new(AdamWSpec::default(), parameters.len()),
+            optimizer: AdamW::new(AdamWSpec::default(), &*device, parameters.len()),
             parameters,
             draft,
+            device,
         }
     }
 
@@ -174,10 +174,12 @@ impl Trainer {
             gradient,
             optimizer,
         } = self;
-        let metrics = draft.gradient(parameters, row, gradient).expect("it fits");
+        let metrics = draft
+            .gradient(&*parameters, row, &mut *gradient)
+            .expect("it fits");
         assert!(metrics.loss.is_finite());
         optimizer
-            .update(&**device, parameters, gradient, 1e-3)
+            .update(&**device, &mut *parameters, &*gradient, 1e-3)
             .expect("lengths fit");
     }
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use eaglet_runtime::contract::HiddenDtype;
 use eaglet_runtime::cuda::{Cuda, Precision};
-use eaglet_runtime::device::{Cpu, Device};
+use eaglet_runtime::device::{Buffer, Cpu, Device};
 use eaglet_runtime::draft::{
     Draft, DraftBatch, DraftSpec, FrozenWeights, LayerKind, ParameterLayout, StepMetrics, TrainingSpec,
 };
@@ -303,7 +303,8 @@ impl Case {
                 .map(|name| name.as_str().expect("a name"))
                 .collect::<Vec<_>>()
         );
-        let mut parameters = self.parameters(&layout);
+        let placed = |values: Vec<f32>| device.place(Buffer::from(values), "vectors of a test");
+        let mut parameters = placed(self.parameters(&layout));
 
         let forward = Tensors::read(&self.folder.join("forward.safetensors"));
         let trace = draft.trace(&parameters, &batch).expect("a trace");
@@ -339,7 +340,7 @@ impl Case {
             assert_eq!(ids, forward.i64(&name("draft_ids")), "arg-max of step {k}");
         }
 
-        let mut gradient = vec![f32::NAN; layout.len()];
+        let mut gradient = placed(vec![f32::NAN; layout.len()]);
         let metrics = draft
             .gradient(&parameters, &batch, &mut gradient)
             .expect("a gradient");
@@ -354,7 +355,7 @@ impl Case {
             check(
                 1,
                 &slot.name,
-                &gradient[slot.range.clone()],
+                &device.read(gradient.part(slot.range.clone())),
                 grads.f32(&slot.name),
                 1e-5,
             );
@@ -372,7 +373,7 @@ impl Case {
             weight_decay: number("weight_decay"),
             ..AdamWSpec::default()
         };
-        let mut optimizer = AdamW::new(spec, layout.len());
+        let mut optimizer = AdamW::new(spec, &**device, layout.len());
         for (index, step) in adamw["steps"].as_array().expect("steps").iter().enumerate() {
             let metrics = draft
                 .gradient(&parameters, &batch, &mut gradient)
@@ -406,7 +407,7 @@ impl Case {
         for slot in layout.tensors() {
             let (theirs, gradient) = (after.f32(&slot.name), grads.f32(&slot.name));
             let noise = 1e-5 * gradient.iter().fold(0.0_f32, |top, g| top.max(g.abs()));
-            let mut ours = parameters[slot.range.clone()].to_vec();
+            let mut ours = device.read(parameters.part(slot.range.clone()));
             let mut undecided = 0;
             for ((ours, &theirs), g) in ours.iter_mut().zip(theirs).zip(gradient) {
                 if g.abs() <= noise {

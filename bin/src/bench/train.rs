@@ -132,7 +132,7 @@ pub(super) fn train(arguments: &TrainArgs, out: &mut impl Write) -> Result<()> {
     let mut draft = Draft::new(spec.clone(), training, frozen(&spec), Arc::clone(&device))?;
     let mut parameters = init_parameters(draft.layout(), 1);
     let mut gradient = vec![0.0; parameters.len()];
-    let mut optimizer = AdamW::new(AdamWSpec::default(), parameters.len());
+    let mut optimizer = AdamW::new(AdamWSpec::default(), &*device, parameters.len());
     let mut step = || -> Result<()> {
         let metrics = draft.gradient(&parameters, &batch, &mut gradient)?;
         ensure!(metrics.loss.is_finite(), "the loss is {}", metrics.loss);

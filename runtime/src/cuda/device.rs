@@ -1,13 +1,12 @@
-//! [`Device`] on a GPU, for buffers that lie on the host.
+//! [`Device`] on a GPU.
 //!
-//! Every operation sends its operands, launches, waits, and brings the results back. So all of eaglet's model code runs
-//! on a GPU as it stands, with the numbers of the GPU's own kernels and products. It is a proof, not a fast path: the
-//! copies cost more than what is computed until buffers live on the device.
+//! Operations are launched on one stream and not waited for, except where something comes back to the host. Operands on
+//! the GPU are used where they lie; those on the host, which are small or come from a test, are sent along.
 //!
 //! A GPU that fails makes the operation panic with the driver's words: the trait's operations cannot fail, and a rank
 //! that lost its device has to be started again.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::Pod;
 
@@ -17,12 +16,18 @@ use super::driver::{Context, CudaError, Driver};
 use super::kernels::{AttentionOperands, AttentionTables, Kernels, ScatterList};
 use super::library::SearchPath;
 use super::matrix::{Indices, MatrixView, MatrixViewMut};
+use super::memory::{Landing, Memory};
 use super::nvrtc::Nvrtc;
+use super::operands::{self, Input, InputMatrix, Output, OutputMatrix};
 use super::staging::{Lent, Staging};
 use super::stream::Stream;
+use crate::contract::HiddenDtype;
+use crate::device::floats::{Place, PlaceMut};
+use crate::device::matrix::reach;
 use crate::device::{
-    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Device, Gate, Matrix, MatrixMut,
-    RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow, Turn,
+    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, AttentionPlan, AttentionShape, Buffer,
+    Device, Floats, FloatsMut, Gate, Matrix, MatrixMut, Products, RotaryTable, Routing, RowLoss,
+    StoredMatrix, TargetRow, Turn,
 };
 
 /// What the factors of products are rounded to; sums are f32.
@@ -38,7 +43,12 @@ pub enum Precision {
 /// A GPU with its kernels and products.
 #[derive(Debug)]
 pub struct Cuda {
+    memory: Arc<Memory>,
     staging: Staging,
+    /// Where captured states arrive on the host.
+    landing: Landing,
+    /// What the last attention saw, for layers that see the same.
+    last_plan: Mutex<Option<(AttentionShape, AttentionPlan, Arc<AttentionTables>)>>,
     blas: Blas,
     kernels: Kernels,
     stream: Stream,
@@ -55,37 +65,6 @@ fn must<T>(result: Result<T, CudaError>) -> T {
     }
 }
 
-/// Elements of a matrix from its first to its last.
-fn reach(rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> usize {
-    if rows == 0 || cols == 0 {
-        0
-    } else {
-        (rows - 1) * row_stride + (cols - 1) * col_stride + 1
-    }
-}
-
-fn reach_mut(of: &MatrixMut<'_>) -> usize {
-    reach(of.rows, of.cols, of.row_stride, 1)
-}
-
-/// A matrix whose elements lie along rows, sent to the device.
-struct Sent<'a> {
-    data: Lent<'a, f32>,
-    rows: usize,
-    cols: usize,
-    row_stride: usize,
-}
-
-impl Sent<'_> {
-    fn view(&mut self) -> MatrixView<'_> {
-        MatrixView::strided(self.data.view(), self.rows, self.cols, self.row_stride)
-    }
-
-    fn view_mut(&mut self) -> MatrixViewMut<'_> {
-        MatrixViewMut::strided(self.data.view_mut(), self.rows, self.cols, self.row_stride)
-    }
-}
-
 impl Cuda {
     /// Opens the GPU with this number, and compiles its kernels or takes them from `cache`.
     ///
@@ -99,9 +78,13 @@ impl Cuda {
     ) -> Result<Self, CudaError> {
         let context = Driver::open(search)?.device(ordinal)?.context()?;
         let stream = Stream::new(&context)?;
+        let memory = Arc::new(Memory::new(&context));
         let kernels = Kernels::new(&context, Nvrtc::open(search)?, cache)?;
         Ok(Self {
-            staging: Staging::new(&context),
+            staging: Staging::new(&memory),
+            memory,
+            landing: Landing::default(),
+            last_plan: Mutex::default(),
             blas: Blas::new(&context, search)?,
             kernels,
             stream,
@@ -120,34 +103,43 @@ impl Cuda {
         to
     }
 
-    fn receive<T: Pod>(&self, mut from: Lent<'_, T>, to: &mut [T]) {
+    fn receive<T: Pod>(&self, from: &Lent<'_, T>, to: &mut [T]) {
         must(self.stream.download(from.view(), to));
     }
 
+    /// Floats to read.
+    fn input<'a>(&self, floats: Floats<'a>) -> Input<'_, 'a> {
+        must(operands::input(&self.staging, &self.stream, floats))
+    }
+
+    /// Floats to write; some are left as they are, or added to.
+    fn target<'a>(&self, floats: FloatsMut<'a>) -> Output<'_, 'a> {
+        must(operands::output(&self.staging, &self.stream, floats, true))
+    }
+
+    /// Floats that are all written to.
+    fn output<'a>(&self, floats: FloatsMut<'a>) -> Output<'_, 'a> {
+        must(operands::output(&self.staging, &self.stream, floats, false))
+    }
+
+    fn settle(&self, written: Output<'_, '_>) {
+        must(written.settle(&self.stream));
+    }
+
     /// A matrix as it lies; of a transpose, what it is the transpose of.
-    fn send_stored(&self, matrix: &Matrix<'_>) -> (Sent<'_>, bool) {
+    fn input_stored<'a>(&self, matrix: Matrix<'a>) -> (InputMatrix<'_, 'a>, bool) {
         let turned = matrix.col_stride != 1;
-        if turned && matrix.row_stride != 1 {
-            // Every second row of a transpose, of experts whose gates and values alternate: neither way without gaps.
-            let at = |i: usize| i / matrix.cols * matrix.row_stride + i % matrix.cols * matrix.col_stride;
-            let dense: Vec<f32> = (0..matrix.rows * matrix.cols)
-                .map(|i| matrix.data[at(i)])
-                .collect();
-            let sent = Sent {
-                data: self.send(&dense),
-                rows: matrix.rows,
-                cols: matrix.cols,
-                row_stride: matrix.cols,
-            };
-            return (sent, false);
-        }
+        assert!(
+            !turned || matrix.row_stride == 1,
+            "elements along one side of a matrix are adjacent"
+        );
         let len = reach(matrix.rows, matrix.cols, matrix.row_stride, matrix.col_stride);
         let (rows, cols, row_stride) = match turned {
             true => (matrix.cols, matrix.rows, matrix.col_stride),
             false => (matrix.rows, matrix.cols, matrix.row_stride),
         };
-        let sent = Sent {
-            data: self.send(&matrix.data[..len]),
+        let sent = InputMatrix {
+            data: self.input(matrix.data.part(0..len)),
             rows,
             cols,
             row_stride: row_stride.max(cols),
@@ -155,32 +147,27 @@ impl Cuda {
         (sent, turned)
     }
 
-    fn send_matrix(&self, matrix: &Matrix<'_>) -> Sent<'_> {
+    fn input_matrix<'a>(&self, matrix: Matrix<'a>) -> InputMatrix<'_, 'a> {
         assert_eq!(matrix.col_stride, 1, "elements of a row are adjacent");
-        self.send_stored(matrix).0
+        self.input_stored(matrix).0
     }
 
     /// A matrix that is written to. What lies between its rows is carried along.
-    fn send_target(&self, matrix: &MatrixMut<'_>) -> Sent<'_> {
-        Sent {
-            data: self.send(&matrix.data[..reach_mut(matrix)]),
+    fn target_matrix<'a>(&self, matrix: MatrixMut<'a>) -> OutputMatrix<'_, 'a> {
+        let len = reach(matrix.rows, matrix.cols, matrix.row_stride, 1);
+        OutputMatrix {
+            data: self.target(matrix.data.into_part(0..len)),
             rows: matrix.rows,
             cols: matrix.cols,
             row_stride: matrix.row_stride.max(matrix.cols),
         }
     }
 
-    fn receive_matrix(&self, from: Sent<'_>, to: MatrixMut<'_>) {
-        let len = reach_mut(&to);
-        self.receive(from.data, &mut to.data[..len]);
-    }
-
     /// bf16 of a matrix, in rows without gaps.
-    fn narrow(&self, sent: &mut Sent<'_>) -> Lent<'_, u16> {
-        let (rows, cols) = (sent.rows, sent.cols);
+    fn narrow(&self, from: MatrixView<'_>, rows: usize, cols: usize) -> Lent<'_, u16> {
         let mut narrow = self.room(rows * cols);
         let to = MatrixViewMut::new(narrow.view_mut(), rows, cols);
-        must(self.kernels.narrow(&self.stream, sent.view(), to));
+        must(self.kernels.narrow(&self.stream, from, to));
         narrow
     }
 
@@ -197,8 +184,8 @@ impl Cuda {
             assert!(accumulate, "a product without depth");
             return;
         }
-        let ((mut a, a_turned), (mut b, b_turned)) = (self.send_stored(&a), self.send_stored(&b));
-        let mut target = self.send_target(&c);
+        let ((a, a_turned), (b, b_turned)) = (self.input_stored(a), self.input_stored(b));
+        let mut target = self.target_matrix(c);
         let done = match self.precision {
             Precision::F32 => self.blas.product(
                 &self.stream,
@@ -209,7 +196,8 @@ impl Cuda {
                 accumulate,
             ),
             Precision::Bf16 => {
-                let (mut a_narrow, mut b_narrow) = (self.narrow(&mut a), self.narrow(&mut b));
+                let a_narrow = self.narrow(a.view(), a.rows, a.cols);
+                let b_narrow = self.narrow(b.view(), b.rows, b.cols);
                 self.blas.product_bf16(
                     &self.stream,
                     target.view_mut(),
@@ -221,23 +209,23 @@ impl Cuda {
             }
         };
         must(done);
-        self.receive_matrix(target, c);
+        self.settle(target.data);
     }
 
     /// `target[rows[i]] += factors[i] · source[i]`.
     fn scatter(&self, source: Matrix<'_>, rows: &[u32], factors: &[f32], target: MatrixMut<'_>) {
         let list = ScatterList::new(rows);
-        let (mut source, mut factors) = (self.send_matrix(&source), self.send(factors));
-        let (mut words, mut sent) = (self.room(list.words()), self.send_target(&target));
+        let (source, factors) = (self.input_matrix(source), self.send(factors));
+        let (mut words, mut target) = (self.room(list.words()), self.target_matrix(target));
         must(self.kernels.scatter_add(
             &self.stream,
             source.view(),
             &list,
             factors.view(),
-            sent.view_mut(),
+            target.view_mut(),
             words.view_mut(),
         ));
-        self.receive_matrix(sent, target);
+        self.settle(target.data);
     }
 }
 
@@ -250,13 +238,99 @@ fn factor<T>(stored: MatrixView<'_, T>, turned: bool) -> Factor<'_, T> {
 }
 
 /// Diagonal keys or values of all queries, without what lies behind them.
-fn diagonals<'a>(data: &'a [f32], attention: &Attention<'_>, width: usize) -> &'a [f32] {
-    &data[..attention.diagonals * attention.plan.queries() * width]
+fn diagonals<'a>(data: Floats<'a>, attention: &Attention<'_>, width: usize) -> Floats<'a> {
+    data.part(0..attention.diagonals * attention.plan.queries() * width)
 }
 
 impl Device for Cuda {
     fn install<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
         work()
+    }
+
+    fn products(&self) -> Products {
+        match self.precision {
+            Precision::F32 => Products::F32,
+            Precision::Bf16 => Products::Bf16,
+        }
+    }
+
+    fn fit(&self, buffer: &mut Buffer, name: &'static str, len: usize) {
+        if !buffer.resize_on_gpu(len) {
+            // What it had goes first, so that both need not fit.
+            *buffer = Buffer::default();
+            *buffer = Buffer::on_gpu(must(self.memory.take(name, len)), len);
+        }
+    }
+
+    fn assign(&self, target: FloatsMut<'_>, source: Floats<'_>) {
+        must(match (target.0, source.0) {
+            (PlaceMut::Gpu(to), Place::Gpu(from)) => self.stream.copy(from, to),
+            (PlaceMut::Gpu(to), Place::Host(from)) => self.stream.upload(from, to),
+            (PlaceMut::Host(to), Place::Gpu(from)) => self.stream.download(from, to),
+            (PlaceMut::Host(to), Place::Host(from)) => {
+                to.copy_from_slice(from);
+                Ok(())
+            }
+        });
+    }
+
+    fn fill(&self, x: FloatsMut<'_>, value: f32) {
+        must(match x.0 {
+            PlaceMut::Gpu(x) if value.to_bits() == 0 => self.stream.zero(x),
+            PlaceMut::Gpu(x) => self.kernels.fill(&self.stream, x, value),
+            PlaceMut::Host(x) => {
+                x.fill(value);
+                Ok(())
+            }
+        });
+    }
+
+    fn capture(&self, x: Matrix<'_>, dtype: HiddenDtype, out: &mut [u8], row_bytes: usize) {
+        let (rows, cols, bytes) = (x.rows, x.cols, x.cols * dtype.bytes());
+        assert!(
+            bytes <= row_bytes && (rows == 0 || out.len() >= (rows - 1) * row_bytes + bytes),
+            "memory for captured states"
+        );
+        if rows * bytes == 0 {
+            return;
+        }
+        let x = self.input_matrix(x);
+        must(self.landing.with(&self.context, rows * bytes, |landing| {
+            match dtype {
+                HiddenDtype::Bf16 => {
+                    let narrow = self.narrow(x.view(), rows, cols);
+                    self.stream
+                        .download(narrow.view(), bytemuck::cast_slice_mut(landing))?;
+                }
+                HiddenDtype::F32 => {
+                    let mut dense = self.room(rows * cols);
+                    let to = MatrixViewMut::new(dense.view_mut(), rows, cols);
+                    self.kernels.copy(&self.stream, x.view(), to)?;
+                    self.stream
+                        .download(dense.view(), bytemuck::cast_slice_mut(landing))?;
+                }
+            }
+            // The machines that GPUs are in are little-endian, as the states are.
+            for (out, row) in out.chunks_mut(row_bytes).zip(landing.chunks_exact(bytes)) {
+                out[..bytes].copy_from_slice(row);
+            }
+            Ok(())
+        }));
+    }
+
+    fn first_beyond(&self, x: Matrix<'_>, largest: f32) -> Option<usize> {
+        let (x, mut flags) = (self.input_matrix(x), self.room::<u32>(x.rows));
+        must(
+            self.kernels
+                .beyond(&self.stream, x.view(), largest, flags.view_mut()),
+        );
+        let mut found = vec![0; x.rows];
+        self.receive(&flags, &mut found);
+        found.iter().position(|&flag| flag != 0)
+    }
+    fn checksum(&self, x: Floats<'_>) -> u64 {
+        let (x, mut parts) = (self.input(x), self.room(Kernels::sum_parts(x.len())));
+        must(self.kernels.checksum(&self.stream, x.view(), parts.view_mut()))
     }
 
     fn gemm(&self, c: MatrixMut<'_>, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool) {
@@ -265,87 +339,92 @@ impl Device for Cuda {
 
     fn gemm_stored(&self, c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn StoredMatrix, accumulate: bool) {
         let (rows, cols) = (weights.rows(), weights.cols());
-        if let Some(stored) = weights.in_place() {
-            return self.product(c, a, stored.transposed(), 1.0, accumulate);
-        }
         let mut unpacked = vec![0.0; rows * cols];
         weights.unpack(0..rows, &mut unpacked);
         let stored = Matrix::new(&unpacked, rows, cols);
         self.product(c, a, stored.transposed(), 1.0, accumulate);
     }
 
-    fn rms_norm(&self, x: Matrix<'_>, weight: &[f32], epsilon: f32, y: MatrixMut<'_>, rstd: &mut [f32]) {
-        let (mut x, mut weight) = (self.send_matrix(&x), self.send(weight));
-        let (mut out, mut inverse) = (self.send_target(&y), self.room(rstd.len()));
+    fn rms_norm(
+        &self,
+        x: Matrix<'_>,
+        weight: Floats<'_>,
+        epsilon: f32,
+        y: MatrixMut<'_>,
+        rstd: FloatsMut<'_>,
+    ) {
+        let (x, weight) = (self.input_matrix(x), self.input(weight));
+        let (mut y, mut rstd) = (self.target_matrix(y), self.output(rstd));
         must(self.kernels.rms_norm(
             &self.stream,
             x.view(),
             weight.view(),
             epsilon,
-            out.view_mut(),
-            inverse.view_mut(),
+            y.view_mut(),
+            rstd.view_mut(),
         ));
-        self.receive_matrix(out, y);
-        self.receive(inverse, rstd);
+        self.settle(y.data);
+        self.settle(rstd);
     }
 
     fn rms_norm_backward(
         &self,
         x: Matrix<'_>,
-        weight: &[f32],
-        rstd: &[f32],
+        weight: Floats<'_>,
+        rstd: Floats<'_>,
         dy: Matrix<'_>,
         dx: MatrixMut<'_>,
     ) {
-        let (mut x, mut weight, mut rstd) = (self.send_matrix(&x), self.send(weight), self.send(rstd));
-        let (mut dy, mut out) = (self.send_matrix(&dy), self.send_target(&dx));
+        let (x, weight, rstd) = (self.input_matrix(x), self.input(weight), self.input(rstd));
+        let (dy, mut dx) = (self.input_matrix(dy), self.target_matrix(dx));
         must(self.kernels.rms_norm_backward(
             &self.stream,
             x.view(),
             weight.view(),
             rstd.view(),
             dy.view(),
-            out.view_mut(),
+            dx.view_mut(),
         ));
-        self.receive_matrix(out, dx);
+        self.settle(dx.data);
     }
 
-    fn rms_norm_weight_gradient(&self, x: Matrix<'_>, rstd: &[f32], dy: Matrix<'_>, dweight: &mut [f32]) {
+    fn rms_norm_weight_gradient(
+        &self,
+        x: Matrix<'_>,
+        rstd: Floats<'_>,
+        dy: Matrix<'_>,
+        dweight: FloatsMut<'_>,
+    ) {
         let mut parts = self.room(Kernels::norm_parts(x.rows, x.cols));
-        let (mut x, mut rstd, mut dy) = (self.send_matrix(&x), self.send(rstd), self.send_matrix(&dy));
-        let mut out = self.send(dweight);
+        let (x, rstd, dy) = (self.input_matrix(x), self.input(rstd), self.input_matrix(dy));
+        let mut dweight = self.target(dweight);
         must(self.kernels.rms_norm_weight_gradient(
             &self.stream,
             x.view(),
             rstd.view(),
             dy.view(),
             parts.view_mut(),
-            out.view_mut(),
+            dweight.view_mut(),
         ));
-        self.receive(out, dweight);
+        self.settle(dweight);
     }
 
-    fn rotate(&self, x: &mut [f32], head_dim: usize, table: &RotaryTable, positions: &[u32], turn: Turn) {
+    fn rotate(&self, x: FloatsMut<'_>, head_dim: usize, table: &RotaryTable, positions: &[u32], turn: Turn) {
         if positions.is_empty() || table.half() == 0 {
             return;
         }
         let (cos, sin) = table.angles();
-        // Only the angles that are needed, in the order of rows.
-        let pick = |angles: &[f32]| -> Vec<f32> {
-            let row = |&position: &u32| &angles[position as usize * table.half()..][..table.half()];
-            positions.iter().flat_map(row).copied().collect()
-        };
-        let rows: Vec<u32> = (0..positions.len() as u32).collect();
-        let (mut cos, mut sin) = (self.send(&pick(cos)), self.send(&pick(sin)));
-        let (mut places, mut out) = (self.room(rows.len()), self.send(x));
-        let places = must(Indices::upload(&self.stream, &rows, places.view_mut()));
+        let (cos, sin) = (self.input(cos), self.input(sin));
+        let mut places = self.room(positions.len());
+        let places = must(Indices::upload(&self.stream, positions, places.view_mut()));
         let angles = (
-            MatrixView::new(cos.view(), rows.len(), table.half()),
-            MatrixView::new(sin.view(), rows.len(), table.half()),
+            MatrixView::new(cos.view(), table.positions(), table.half()),
+            MatrixView::new(sin.view(), table.positions(), table.half()),
         );
+        let mut x = self.target(x);
         must(self.kernels.rotate(
             &self.stream,
-            out.view_mut(),
+            x.view_mut(),
             head_dim,
             angles,
             table.offset(),
@@ -353,50 +432,53 @@ impl Device for Cuda {
             places,
             turn,
         ));
-        self.receive(out, x);
+        self.settle(x);
     }
 
-    fn swiglu(&self, gate: &[f32], up: &[f32], out: &mut [f32]) {
+    fn swiglu(&self, gate: Floats<'_>, up: Floats<'_>, out: FloatsMut<'_>) {
         self.gated(Gate::Silu, gate, up, out);
     }
 
-    fn swiglu_backward(&self, gate: &mut [f32], up: &mut [f32], dout: &[f32]) {
-        let (mut g, mut u, mut dout) = (self.send(gate), self.send(up), self.send(dout));
-        let done = self
-            .kernels
-            .swiglu_backward(&self.stream, g.view_mut(), u.view_mut(), dout.view());
-        must(done);
-        self.receive(g, gate);
-        self.receive(u, up);
+    fn swiglu_backward(&self, gate: FloatsMut<'_>, up: FloatsMut<'_>, dout: Floats<'_>) {
+        let (mut gate, mut up, dout) = (self.target(gate), self.target(up), self.input(dout));
+        must(
+            self.kernels
+                .swiglu_backward(&self.stream, gate.view_mut(), up.view_mut(), dout.view()),
+        );
+        self.settle(gate);
+        self.settle(up);
     }
 
     fn gather(&self, table: Matrix<'_>, rows: &[u32], out: MatrixMut<'_>) {
-        let mut target = self.send_target(&out);
-        let (mut table, mut places) = (self.send_matrix(&table), self.room(rows.len()));
+        let (table, mut out) = (self.input_matrix(table), self.target_matrix(out));
+        let mut places = self.room(rows.len());
         let places = must(Indices::upload(&self.stream, rows, places.view_mut()));
         must(
             self.kernels
-                .gather(&self.stream, table.view(), places, target.view_mut()),
+                .gather(&self.stream, table.view(), places, out.view_mut()),
         );
-        self.receive_matrix(target, out);
+        self.settle(out.data);
     }
 
-    fn gather_stored(&self, table: &dyn StoredMatrix, rows: &[u32], out: MatrixMut<'_>) {
+    fn gather_stored(&self, table: &dyn StoredMatrix, rows: &[u32], mut out: MatrixMut<'_>) {
         assert_eq!(
             (rows.len(), table.cols()),
             (out.rows, out.cols),
             "shapes of a gather"
         );
+        let mut unpacked = vec![0.0; out.cols];
         for (place, &row) in rows.iter().enumerate() {
-            let to = &mut out.data[place * out.row_stride..][..out.cols];
-            table.unpack(row as usize..row as usize + 1, to);
+            table.unpack(row as usize..row as usize + 1, &mut unpacked);
+            let start = place * out.row_stride;
+            let to = out.data.part_mut(start..start + out.cols);
+            self.assign(to, Floats::from(&unpacked));
         }
     }
 
     fn copy(&self, source: Matrix<'_>, target: MatrixMut<'_>) {
-        let (mut from, mut to) = (self.send_matrix(&source), self.send_target(&target));
-        must(self.kernels.copy(&self.stream, from.view(), to.view_mut()));
-        self.receive_matrix(to, target);
+        let (source, mut target) = (self.input_matrix(source), self.target_matrix(target));
+        must(self.kernels.copy(&self.stream, source.view(), target.view_mut()));
+        self.settle(target.data);
     }
 
     fn scatter_add(&self, source: Matrix<'_>, rows: &[u32], target: MatrixMut<'_>) {
@@ -408,35 +490,35 @@ impl Device for Cuda {
         self.scatter(source, rows, factors, target);
     }
 
-    fn gated(&self, gate: Gate, g: &[f32], u: &[f32], out: &mut [f32]) {
-        let (mut g, mut u, mut to) = (self.send(g), self.send(u), self.room(out.len()));
+    fn gated(&self, gate: Gate, g: Floats<'_>, u: Floats<'_>, out: FloatsMut<'_>) {
+        let (g, u, mut out) = (self.input(g), self.input(u), self.output(out));
         must(
             self.kernels
-                .gated(&self.stream, gate, g.view(), u.view(), to.view_mut()),
+                .gated(&self.stream, gate, g.view(), u.view(), out.view_mut()),
         );
-        self.receive(to, out);
+        self.settle(out);
     }
 
-    fn add_bias(&self, x: MatrixMut<'_>, bias: &[f32]) {
-        let (mut to, mut bias) = (self.send_target(&x), self.send(bias));
-        must(self.kernels.add_bias(&self.stream, to.view_mut(), bias.view()));
-        self.receive_matrix(to, x);
+    fn add_bias(&self, x: MatrixMut<'_>, bias: Floats<'_>) {
+        let (mut x, bias) = (self.target_matrix(x), self.input(bias));
+        must(self.kernels.add_bias(&self.stream, x.view_mut(), bias.view()));
+        self.settle(x.data);
     }
 
-    fn scale(&self, x: &mut [f32], factor: f32) {
-        let mut to = self.send(x);
-        must(self.kernels.scale(&self.stream, to.view_mut(), factor));
-        self.receive(to, x);
+    fn scale(&self, x: FloatsMut<'_>, factor: f32) {
+        let mut x = self.target(x);
+        must(self.kernels.scale(&self.stream, x.view_mut(), factor));
+        self.settle(x);
     }
 
-    fn softcap(&self, x: &mut [f32], cap: f32) {
-        let mut to = self.send(x);
-        must(self.kernels.softcap(&self.stream, to.view_mut(), cap));
-        self.receive(to, x);
+    fn softcap(&self, x: FloatsMut<'_>, cap: f32) {
+        let mut x = self.target(x);
+        must(self.kernels.softcap(&self.stream, x.view_mut(), cap));
+        self.settle(x);
     }
 
     fn route(&self, routing: &Routing<'_>, logits: Matrix<'_>, chosen: &mut [u32], weights: &mut [f32]) {
-        let (mut logits, mut bias) = (self.send_matrix(&logits), self.send(routing.choice_bias));
+        let (logits, bias) = (self.input_matrix(logits), self.send(routing.choice_bias));
         let (mut experts, mut shares) = (self.room(chosen.len()), self.room(weights.len()));
         must(self.kernels.route(
             &self.stream,
@@ -446,105 +528,90 @@ impl Device for Cuda {
             experts.view_mut(),
             shares.view_mut(),
         ));
-        self.receive(experts, chosen);
-        self.receive(shares, weights);
+        self.receive(&experts, chosen);
+        self.receive(&shares, weights);
     }
 
-    fn add(&self, target: &mut [f32], source: &[f32]) {
-        let (mut to, mut from) = (self.send(target), self.send(source));
-        must(self.kernels.add(&self.stream, to.view_mut(), from.view()));
-        self.receive(to, target);
+    fn add(&self, target: FloatsMut<'_>, source: Floats<'_>) {
+        let (mut target, source) = (self.target(target), self.input(source));
+        must(self.kernels.add(&self.stream, target.view_mut(), source.view()));
+        self.settle(target);
     }
 
     fn attention(
         &self,
         attention: &Attention<'_>,
         inputs: &AttentionInputs<'_>,
-        out: &mut [f32],
-        lse: &mut [f32],
+        out: FloatsMut<'_>,
+        lse: FloatsMut<'_>,
     ) {
-        let shape = attention.shape;
-        let tables = must(AttentionTables::new(
-            &self.context,
-            &self.stream,
-            shape,
-            attention.plan,
-        ));
-        let mut sent = self.send_inputs(attention, inputs);
-        let operands = operands(&mut sent, attention.diagonals);
-        let mut sinks = self.send(attention.sinks);
-        let (mut result, mut sums) = (self.room(out.len()), self.room(lse.len()));
+        let tables = self.tables(attention);
+        let inputs = self.attention_inputs(attention, inputs);
+        let sinks = self.send(attention.sinks);
+        let (mut out, mut lse) = (self.output(out), self.output(lse));
         must(self.kernels.attention(
             &self.stream,
             &tables,
-            &operands,
+            &operands_of(&inputs, attention.diagonals),
             sinks.view(),
             attention.softcap,
-            result.view_mut(),
-            sums.view_mut(),
+            out.view_mut(),
+            lse.view_mut(),
         ));
-        self.receive(result, out);
-        self.receive(sums, lse);
+        self.settle(out);
+        self.settle(lse);
     }
 
     fn attention_backward(
         &self,
         attention: &Attention<'_>,
         inputs: &AttentionInputs<'_>,
-        lse: &[f32],
-        dout: &[f32],
+        lse: Floats<'_>,
+        dout: Floats<'_>,
         gradients: AttentionGradients<'_>,
     ) {
-        let shape = attention.shape;
         assert!(
             attention.sinks.is_empty() && attention.softcap.is_none(),
             "only a draft's attention has a backward pass"
         );
-        let tables = must(AttentionTables::new(
-            &self.context,
-            &self.stream,
-            shape,
-            attention.plan,
-        ));
-        let mut sent = self.send_inputs(attention, inputs);
-        let operands = operands(&mut sent, attention.diagonals);
-        let diagonal_len = attention.diagonals * attention.plan.queries() * shape.key_width();
-        let targets = [
+        let tables = self.tables(attention);
+        let inputs = self.attention_inputs(attention, inputs);
+        let diagonal_len = attention.diagonals * attention.plan.queries() * attention.shape.key_width();
+        let mut targets = [
             gradients.dq,
             gradients.dk,
             gradients.dv,
-            &mut gradients.dk_diagonal[..diagonal_len],
-            &mut gradients.dv_diagonal[..diagonal_len],
-        ];
-        let mut written = targets.each_ref().map(|target| self.send(target));
-        let (mut lse, mut dout, mut delta) = (self.send(lse), self.send(dout), self.room(lse.len()));
+            gradients.dk_diagonal.into_part(0..diagonal_len),
+            gradients.dv_diagonal.into_part(0..diagonal_len),
+        ]
+        .map(|target| self.target(target));
+        let mut delta = self.room(lse.len());
+        let (lse, dout) = (self.input(lse), self.input(dout));
         must(self.kernels.attention_backward(
             &self.stream,
             &tables,
-            &operands,
+            &operands_of(&inputs, attention.diagonals),
             lse.view(),
             dout.view(),
-            written.each_mut().map(|written| written.view_mut()),
+            targets.each_mut().map(Output::view_mut),
             delta.view_mut(),
         ));
-        for (from, to) in written.into_iter().zip(targets) {
-            self.receive(from, to);
-        }
+        targets.into_iter().for_each(|target| self.settle(target));
     }
 
     fn softmax_targets(&self, logits: MatrixMut<'_>, targets: &mut [TargetRow]) {
-        let mut sent = self.send_target(&logits);
+        let mut logits = self.target_matrix(logits);
         let (mut entropy, mut argmax) = (self.room(targets.len()), self.room(targets.len()));
         must(self.kernels.softmax_targets(
             &self.stream,
-            sent.view_mut(),
+            logits.view_mut(),
             entropy.view_mut(),
             argmax.view_mut(),
         ));
-        self.receive_matrix(sent, logits);
+        self.settle(logits.data);
         let (mut entropies, mut places) = (vec![0.0; targets.len()], vec![0; targets.len()]);
-        self.receive(entropy, &mut entropies);
-        self.receive(argmax, &mut places);
+        self.receive(&entropy, &mut entropies);
+        self.receive(&argmax, &mut places);
         for ((target, negative_entropy), argmax) in targets.iter_mut().zip(entropies).zip(places) {
             *target = TargetRow {
                 negative_entropy,
@@ -563,14 +630,14 @@ impl Device for Cuda {
         losses: &mut [RowLoss],
     ) {
         let entropies: Vec<f32> = targets.iter().map(|target| target.negative_entropy).collect();
-        let (mut sent, mut p) = (self.send_target(&logits), self.send_matrix(&probabilities));
-        let (mut entropy, mut coefficients) = (self.send(&entropies), self.send(coefficients));
+        let (mut logits, p) = (self.target_matrix(logits), self.input_matrix(probabilities));
+        let (entropy, coefficients) = (self.send(&entropies), self.send(coefficients));
         let mut places = self.room(target_of.len());
         let places = must(Indices::upload(&self.stream, target_of, places.view_mut()));
         let (mut loss, mut argmax) = (self.room(losses.len()), self.room(losses.len()));
         must(self.kernels.kl_divergence(
             &self.stream,
-            sent.view_mut(),
+            logits.view_mut(),
             p.view(),
             entropy.view(),
             places,
@@ -578,54 +645,51 @@ impl Device for Cuda {
             loss.view_mut(),
             argmax.view_mut(),
         ));
-        self.receive_matrix(sent, logits);
+        self.settle(logits.data);
         let (mut values, mut places) = (vec![0.0; losses.len()], vec![0; losses.len()]);
-        self.receive(loss, &mut values);
-        self.receive(argmax, &mut places);
+        self.receive(&loss, &mut values);
+        self.receive(&argmax, &mut places);
         for ((row, loss), argmax) in losses.iter_mut().zip(values).zip(places) {
             *row = RowLoss { loss, argmax };
         }
     }
 
     fn argmax(&self, x: Matrix<'_>, out: &mut [u32]) {
-        let (mut x, mut places) = (self.send_matrix(&x), self.room(out.len()));
+        let (x, mut places) = (self.input_matrix(x), self.room(out.len()));
         must(self.kernels.argmax(&self.stream, x.view(), places.view_mut()));
-        self.receive(places, out);
+        self.receive(&places, out);
     }
 
-    fn sum_of_squares(&self, x: &[f32]) -> f64 {
-        let (mut sent, mut parts) = (self.send(x), self.room(Kernels::sum_parts(x.len())));
+    fn sum_of_squares(&self, x: Floats<'_>) -> f64 {
+        let (x, mut parts) = (self.input(x), self.room(Kernels::sum_parts(x.len())));
         must(
             self.kernels
-                .sum_of_squares(&self.stream, sent.view(), parts.view_mut()),
+                .sum_of_squares(&self.stream, x.view(), parts.view_mut()),
         )
     }
 
     fn adamw(
         &self,
         update: &AdamWUpdate,
-        parameters: &mut [f32],
-        m: &mut [f32],
-        v: &mut [f32],
-        gradient: &[f32],
+        parameters: FloatsMut<'_>,
+        m: FloatsMut<'_>,
+        v: FloatsMut<'_>,
+        gradient: Floats<'_>,
     ) {
-        let targets = [parameters, m, v];
-        let mut sent = targets.each_ref().map(|target| self.send(target));
-        let mut gradient = self.send(gradient);
-        let [p, first, second] = sent.each_mut().map(|sent| sent.view_mut());
+        let mut targets = [parameters, m, v].map(|target| self.target(target));
+        let gradient = self.input(gradient);
+        let [p, first, second] = targets.each_mut().map(Output::view_mut);
         must(
             self.kernels
                 .adamw(&self.stream, update, p, first, second, gradient.view()),
         );
-        for (from, to) in sent.into_iter().zip(targets) {
-            self.receive(from, to);
-        }
+        targets.into_iter().for_each(|target| self.settle(target));
     }
 }
 
-/// What [`Cuda::send_inputs`] has sent, as a kernel takes it.
-fn operands<'a>(sent: &'a mut [Lent<'_, f32>; 5], diagonals: usize) -> AttentionOperands<'a> {
-    let [q, k, v, k_diagonal, v_diagonal] = sent.each_mut().map(|sent| sent.view());
+/// The inputs of an attention, as a kernel takes them.
+fn operands_of<'a>(inputs: &'a [Input<'_, '_>; 5], diagonals: usize) -> AttentionOperands<'a> {
+    let [q, k, v, k_diagonal, v_diagonal] = inputs.each_ref().map(Input::view);
     AttentionOperands {
         q,
         k,
@@ -637,7 +701,11 @@ fn operands<'a>(sent: &'a mut [Lent<'_, f32>; 5], diagonals: usize) -> Attention
 }
 
 impl Cuda {
-    fn send_inputs(&self, attention: &Attention<'_>, inputs: &AttentionInputs<'_>) -> [Lent<'_, f32>; 5] {
+    fn attention_inputs<'a>(
+        &self,
+        attention: &Attention<'_>,
+        inputs: &AttentionInputs<'a>,
+    ) -> [Input<'_, 'a>; 5] {
         let shape = attention.shape;
         [
             inputs.q,
@@ -646,6 +714,25 @@ impl Cuda {
             diagonals(inputs.k_diagonal, attention, shape.key_width()),
             diagonals(inputs.v_diagonal, attention, shape.value_width()),
         ]
-        .map(|operand| self.send(operand))
+        .map(|operand| self.input(operand))
+    }
+
+    /// The tables of a call: those of the last one if it saw the same.
+    fn tables(&self, attention: &Attention<'_>) -> Arc<AttentionTables> {
+        let (shape, plan) = (attention.shape, attention.plan);
+        let mut last = self.last_plan.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((known_shape, known_plan, tables)) = &*last
+            && (*known_shape, known_plan) == (shape, plan)
+        {
+            return Arc::clone(tables);
+        }
+        let tables = Arc::new(must(AttentionTables::new(
+            &self.context,
+            &self.stream,
+            shape,
+            plan,
+        )));
+        *last = Some((shape, plan.clone(), Arc::clone(&tables)));
+        tables
     }
 }

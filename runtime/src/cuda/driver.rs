@@ -9,6 +9,7 @@ use cudarc::driver::sys::{
 };
 
 use super::library::{LibraryError, SearchPath, functions};
+use super::memory::Holders;
 
 functions! {
     /// The driver's functions.
@@ -85,8 +86,10 @@ pub enum CudaError {
         text: String,
     },
     /// Memory of the device, or pinned memory of the host, is used up.
-    #[error("no room for {bytes} bytes on {device}: {free} of {total} bytes are free")]
+    #[error("no room for {bytes} bytes of {name} on {device}: {free} of {total} bytes are free; {holders}")]
     OutOfMemory {
+        /// What it was for.
+        name: &'static str,
         /// Size asked for.
         bytes: usize,
         /// Where.
@@ -95,6 +98,8 @@ pub enum CudaError {
         free: usize,
         /// All bytes of the device.
         total: usize,
+        /// What is held already.
+        holders: Holders,
     },
     /// There is no such device.
     #[error("there is no cuda:{ordinal}: {reason}")]

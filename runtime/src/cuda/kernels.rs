@@ -23,7 +23,7 @@ use super::stream::Stream;
 use crate::device::{Gate, Pairing, Turn};
 
 pub use attention::{AttentionOperands, AttentionTables};
-pub use optimizer::checksum;
+
 pub use rows::{DeviceForm, RowChoice, ScatterList};
 
 /// Threads of a block that sums or that handles single elements.
@@ -266,6 +266,23 @@ impl Kernels {
                 (Program::Elementwise, "scale"),
                 self.flat(n),
                 &[&x, &factor, &n],
+            )
+        }
+    }
+
+    /// Sets every element to `value`.
+    ///
+    /// # Errors
+    /// If the launch is refused.
+    pub fn fill(&self, stream: &Stream, x: ViewMut<'_, f32>, value: f32) -> Result<(), CudaError> {
+        let n = x.len();
+        // SAFETY: x has n elements.
+        unsafe {
+            self.launch(
+                stream,
+                (Program::Elementwise, "fill"),
+                self.flat(n),
+                &[&x, &value, &n],
             )
         }
     }

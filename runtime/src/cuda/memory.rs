@@ -2,6 +2,7 @@
 //!
 //! MEMORY-1: who asks for memory gives it a name, and an error for want of room says how much every name holds.
 
+use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::fmt;
 use std::marker::PhantomData;
@@ -12,9 +13,6 @@ use bytemuck::Pod;
 
 use super::driver::{Context, CudaError, OUT_OF_MEMORY};
 
-/// Alignment of what an [`Arena`] gives out, in bytes: that of the driver's own allocations.
-const ALIGNMENT: usize = 256;
-
 /// `len` elements in a device's memory. Its first contents are whatever was there.
 #[derive(Debug)]
 pub struct Buffer<T> {
@@ -22,6 +20,7 @@ pub struct Buffer<T> {
     pointer: u64,
     len: usize,
     element: PhantomData<T>,
+    held: Option<Held>,
 }
 
 impl<T: Pod> Buffer<T> {
@@ -40,10 +39,12 @@ impl<T: Pod> Buffer<T> {
             if code == OUT_OF_MEMORY {
                 let (free, total) = context.memory().unwrap_or_default();
                 return Err(CudaError::OutOfMemory {
+                    name: "a buffer",
                     bytes,
                     device: format!("cuda:{}", context.gpu().ordinal()),
                     free,
                     total,
+                    holders: Holders::default(),
                 });
             }
             context.check("cuMemAlloc_v2", code)?;
@@ -53,6 +54,7 @@ impl<T: Pod> Buffer<T> {
             pointer,
             len,
             element: PhantomData,
+            held: None,
         })
     }
 
@@ -168,6 +170,26 @@ impl<'a, T> View<'a, T> {
     }
 }
 
+impl<'a> View<'a, u8> {
+    /// The first `len` elements of another type.
+    ///
+    /// # Panics
+    /// If there are not so many bytes.
+    #[track_caller]
+    pub(super) fn typed<T: Pod>(self, len: usize) -> View<'a, T> {
+        assert!(
+            len * size_of::<T>() <= self.len && self.pointer.is_multiple_of(align_of::<T>() as u64),
+            "{len} elements in {} bytes",
+            self.len
+        );
+        View {
+            pointer: self.pointer,
+            len,
+            life: PhantomData,
+        }
+    }
+}
+
 impl<'a> ViewMut<'a, u8> {
     /// The first `len` elements of another type.
     ///
@@ -240,6 +262,20 @@ impl<'a, T> ViewMut<'a, T> {
         }
     }
 
+    /// The first `at` elements, and the others.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    #[track_caller]
+    pub fn split_at(self, at: usize) -> (Self, Self) {
+        let right = Self {
+            pointer: part::<T>(self.pointer, self.len, &(at..self.len)),
+            len: self.len - at,
+            life: PhantomData,
+        };
+        (self.part(0..at), right)
+    }
+
     pub(super) fn address(&self) -> u64 {
         self.pointer
     }
@@ -276,10 +312,12 @@ impl<T: Pod> Pinned<T> {
             let code = unsafe { (table.alloc_host)(&raw mut pointer, bytes, 1) };
             if code == OUT_OF_MEMORY {
                 return Err(CudaError::OutOfMemory {
+                    name: "pinned memory",
                     bytes,
-                    device: "the host (pinned)".to_owned(),
+                    device: "the host".to_owned(),
                     free: 0,
                     total: 0,
+                    holders: Holders::default(),
                 });
             }
             context.check("cuMemHostAlloc", code)?;
@@ -324,115 +362,131 @@ impl<T> Drop for Pinned<T> {
     }
 }
 
-/// One allocation of a rank, given out piece by piece and taken back all at once.
+/// What a rank holds of its device's memory, by name.
+///
+/// Memory is taken when something first needs its size, and kept: after the first steps nothing is taken any more.
 #[derive(Debug)]
-pub struct Arena {
-    memory: Buffer<u8>,
-    pieces: Mutex<Vec<Piece>>,
+pub(super) struct Memory {
+    context: Arc<Context>,
+    held: Arc<Mutex<BTreeMap<&'static str, usize>>>,
 }
 
-#[derive(Debug, Clone, Copy)]
-struct Piece {
+/// An entry in a rank's [`Memory`], for as long as a buffer lives.
+#[derive(Debug)]
+struct Held {
+    by: Arc<Mutex<BTreeMap<&'static str, usize>>>,
     name: &'static str,
-    end: usize,
     bytes: usize,
 }
 
-/// A rank's memory of the device is used up.
-#[derive(Debug, Clone, thiserror::Error)]
-#[error(
-    "no room for {bytes} bytes of {name}: {used} of {total} bytes of the rank's device memory are used, {holders}"
-)]
-pub struct ArenaFull {
-    /// What was asked for.
-    pub name: &'static str,
-    /// Its size.
-    pub bytes: usize,
-    /// Bytes in use.
-    pub used: usize,
-    /// Bytes of the arena.
-    pub total: usize,
-    /// Who holds them, the largest first.
-    pub holders: Holders,
+impl Drop for Held {
+    fn drop(&mut self) {
+        let mut all = self.by.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(bytes) = all.get_mut(self.name) {
+            *bytes -= self.bytes;
+        }
+    }
+}
+
+impl Memory {
+    pub(super) fn new(context: &Arc<Context>) -> Self {
+        Self {
+            context: context.clone(),
+            held: Arc::default(),
+        }
+    }
+
+    /// Takes memory for `len` elements.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfMemory`], which says who holds what (MEMORY-1).
+    pub(super) fn take<T: Pod>(&self, name: &'static str, len: usize) -> Result<Buffer<T>, CudaError> {
+        let mut buffer = Buffer::new(&self.context, len).map_err(|error| match error {
+            CudaError::OutOfMemory {
+                bytes,
+                device,
+                free,
+                total,
+                ..
+            } => CudaError::OutOfMemory {
+                name,
+                bytes,
+                device,
+                free,
+                total,
+                holders: self.holders(),
+            },
+            other => other,
+        })?;
+        let bytes = len * size_of::<T>();
+        let mut all = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        *all.entry(name).or_default() += bytes;
+        buffer.held = Some(Held {
+            by: Arc::clone(&self.held),
+            name,
+            bytes,
+        });
+        Ok(buffer)
+    }
+
+    /// Who holds how much, the largest first.
+    pub(super) fn holders(&self) -> Holders {
+        let all = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut sums: Vec<_> = all.iter().map(|(&name, &bytes)| (name, bytes)).collect();
+        sums.retain(|&(_, bytes)| bytes > 0);
+        sums.sort_by(|a, b| b.1.cmp(&a.1).then(a.0.cmp(b.0)));
+        Holders(sums)
+    }
 }
 
 /// Names and the bytes they hold.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Holders(pub Vec<(&'static str, usize)>);
+
+/// Names that an error lists; the smaller ones are summed up.
+const LISTED: usize = 6;
 
 impl fmt::Display for Holders {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.0.is_empty() {
-            return write!(f, "nothing is held");
+            return write!(f, "this rank holds nothing");
         }
-        for (place, (name, bytes)) in self.0.iter().enumerate() {
+        write!(f, "this rank holds ")?;
+        for (place, (name, bytes)) in self.0.iter().take(LISTED).enumerate() {
             let comma = if place > 0 { ", " } else { "" };
-            write!(f, "{comma}{name} {bytes}")?;
+            write!(f, "{comma}{bytes} for {name}")?;
+        }
+        let rest: usize = self.0.iter().skip(LISTED).map(|(_, bytes)| bytes).sum();
+        if rest > 0 {
+            write!(f, " and {rest} for others")?;
         }
         Ok(())
     }
 }
 
-impl Arena {
-    /// Takes `bytes` of the device.
-    ///
-    /// # Errors
-    /// [`CudaError::OutOfMemory`] if there is not enough.
-    pub fn new(context: &Arc<Context>, bytes: usize) -> Result<Self, CudaError> {
-        Ok(Self {
-            memory: Buffer::new(context, bytes)?,
-            pieces: Mutex::new(Vec::new()),
-        })
-    }
+/// Pinned memory of the host that grows to the largest transfer.
+#[derive(Debug, Default)]
+pub(super) struct Landing(Mutex<Option<Pinned<u8>>>);
 
-    /// `len` elements, until the arena is cleared. Their first contents are whatever was there.
+impl Landing {
+    /// Lends the first `bytes` of it.
     ///
     /// # Errors
-    /// [`ArenaFull`], which says who holds what.
-    pub fn take<T: Pod>(&self, name: &'static str, len: usize) -> Result<ViewMut<'_, T>, ArenaFull> {
-        let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
-        let start = pieces.last().map_or(0, |piece| piece.end);
-        let bytes = len.saturating_mul(size_of::<T>());
-        let end = start.saturating_add(bytes).checked_next_multiple_of(ALIGNMENT);
-        let Some(end) = end.filter(|&end| end <= self.memory.len()) else {
-            return Err(ArenaFull {
-                name,
-                bytes,
-                used: start,
-                total: self.memory.len(),
-                holders: holders(&pieces),
-            });
+    /// If there is no room, or `work` fails.
+    pub(super) fn with<R>(
+        &self,
+        context: &Arc<Context>,
+        bytes: usize,
+        work: impl FnOnce(&mut [u8]) -> Result<R, CudaError>,
+    ) -> Result<R, CudaError> {
+        let mut pinned = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let memory = match &mut *pinned {
+            Some(memory) if memory.len() >= bytes => memory,
+            smaller => {
+                *smaller = None;
+                smaller.insert(Pinned::new(context, bytes)?)
+            }
         };
-        pieces.push(Piece { name, end, bytes });
-        Ok(ViewMut {
-            pointer: self.memory.pointer + start as u64,
-            len,
-            life: PhantomData,
-        })
+        work(&mut memory[..bytes])
     }
-
-    /// Who holds how much, the largest first.
-    pub fn holders(&self) -> Holders {
-        holders(&self.pieces.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    /// Takes everything back; what kernels still do with it comes before whatever is launched later on the same stream.
-    pub fn clear(&mut self) {
-        self.pieces
-            .get_mut()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clear();
-    }
-}
-
-fn holders(pieces: &[Piece]) -> Holders {
-    let mut sums: Vec<(&'static str, usize)> = Vec::new();
-    for piece in pieces {
-        match sums.iter_mut().find(|(name, _)| *name == piece.name) {
-            Some((_, bytes)) => *bytes += piece.bytes,
-            None => sums.push((piece.name, piece.bytes)),
-        }
-    }
-    sums.sort_by(|a, b| b.1.cmp(&a.1).then(a.0.cmp(b.0)));
-    Holders(sums)
 }

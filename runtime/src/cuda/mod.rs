@@ -20,6 +20,7 @@ mod memory;
 mod module;
 mod nccl;
 mod nvrtc;
+mod operands;
 mod programs;
 mod staging;
 mod stream;
@@ -30,12 +31,10 @@ pub use blas::{Blas, Factor, ProductKind};
 pub use cache::{CACHE_VARIABLE, KernelCache, Origin, Source};
 pub use device::{Cuda, Precision};
 pub use driver::{Context, CudaError, Driver, Gpu};
-pub use kernels::{
-    AttentionOperands, AttentionTables, DeviceForm, Kernels, RowChoice, ScatterList, checksum,
-};
+pub use kernels::{AttentionOperands, AttentionTables, DeviceForm, Kernels, RowChoice, ScatterList};
 pub use library::{Library, LibraryError, LibraryKind, PATH_VARIABLE, SearchPath};
 pub use matrix::{Indices, MatrixView, MatrixViewMut};
-pub use memory::{Arena, ArenaFull, Buffer, Holders, Pinned, View, ViewMut};
+pub use memory::{Buffer, Holders, Pinned, View, ViewMut};
 pub use module::{Function, FunctionCost, Module};
 pub use nccl::{Collectable, Communicator, Nccl, NcclError, Pending, UniqueId};
 pub use nvrtc::Nvrtc;

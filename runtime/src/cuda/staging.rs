@@ -6,16 +6,18 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::Pod;
 
-use super::driver::{Context, CudaError};
-use super::memory::{Buffer, View, ViewMut};
+use super::driver::CudaError;
+use super::memory::{Buffer, Memory, View, ViewMut};
 
 /// The smallest buffer that is kept, in bytes.
 const SMALLEST: usize = 4096;
+/// Its name in the rank's account of memory.
+const OPERANDS: &str = "operands of operations";
 
 /// Buffers of a device by their size, a power of two.
 #[derive(Debug)]
 pub(super) struct Staging {
-    context: Arc<Context>,
+    memory: Arc<Memory>,
     free: Mutex<HashMap<usize, Vec<Buffer<u8>>>>,
 }
 
@@ -29,9 +31,9 @@ pub(super) struct Lent<'a, T> {
 }
 
 impl Staging {
-    pub(super) fn new(context: &Arc<Context>) -> Self {
+    pub(super) fn new(memory: &Arc<Memory>) -> Self {
         Self {
-            context: context.clone(),
+            memory: memory.clone(),
             free: Mutex::default(),
         }
     }
@@ -48,11 +50,11 @@ impl Staging {
         };
         let buffer = match kept {
             Some(buffer) => buffer,
-            None => match Buffer::new(&self.context, bytes) {
+            None => match self.memory.take(OPERANDS, bytes) {
                 Err(CudaError::OutOfMemory { .. }) => {
                     // What is kept in other sizes may be enough.
                     self.free.lock().unwrap_or_else(PoisonError::into_inner).clear();
-                    Buffer::new(&self.context, bytes)?
+                    self.memory.take(OPERANDS, bytes)?
                 }
                 made => made?,
             },
@@ -67,8 +69,11 @@ impl Staging {
 }
 
 impl<T: Pod> Lent<'_, T> {
-    pub(super) fn view(&mut self) -> View<'_, T> {
-        self.view_mut().into_view()
+    pub(super) fn view(&self) -> View<'_, T> {
+        match &self.buffer {
+            Some(buffer) => buffer.view().typed(self.len),
+            None => unreachable!("only a drop takes the buffer"),
+        }
     }
 
     pub(super) fn view_mut(&mut self) -> ViewMut<'_, T> {

@@ -6,6 +6,8 @@
 
 use std::ops::Range;
 
+use super::floats::{Floats, FloatsMut};
+
 /// Rows of queries that are computed together.
 pub(crate) const QUERY_BLOCK: usize = 64;
 /// Keys whose gradients are computed together.
@@ -185,32 +187,65 @@ impl<'a> Attention<'a> {
     }
 }
 
+/// Operands of an attention call, wherever they lie.
+pub type AttentionInputs<'a> = InputsOf<Floats<'a>>;
+/// Where the gradients of an attention call go.
+pub type AttentionGradients<'a> = GradientsOf<FloatsMut<'a>>;
+
 /// Operands of an attention call.
 #[derive(Clone, Copy, Debug)]
-pub struct AttentionInputs<'a> {
+pub struct InputsOf<S> {
     /// Rotated queries, `[queries, heads · head_dim]`.
-    pub q: &'a [f32],
+    pub q: S,
     /// Rotated keys, `[keys, kv_heads · head_dim]`.
-    pub k: &'a [f32],
+    pub k: S,
     /// Values, `[keys, kv_heads · value_dim]`.
-    pub v: &'a [f32],
+    pub v: S,
     /// Rotated diagonal keys, `[diagonals, queries, kv_heads · head_dim]`; may be longer.
-    pub k_diagonal: &'a [f32],
+    pub k_diagonal: S,
     /// Diagonal values, likewise.
-    pub v_diagonal: &'a [f32],
+    pub v_diagonal: S,
 }
 
-/// Where the gradients of an attention call go; shapes as in [`AttentionInputs`].
+/// Where the gradients of an attention call go; shapes as in [`InputsOf`].
 #[derive(Debug)]
-pub struct AttentionGradients<'a> {
+pub struct GradientsOf<S> {
     /// Written.
-    pub dq: &'a mut [f32],
+    pub dq: S,
     /// Added to.
-    pub dk: &'a mut [f32],
+    pub dk: S,
     /// Added to.
-    pub dv: &'a mut [f32],
+    pub dv: S,
     /// Added to.
-    pub dk_diagonal: &'a mut [f32],
+    pub dk_diagonal: S,
     /// Added to.
-    pub dv_diagonal: &'a mut [f32],
+    pub dv_diagonal: S,
+}
+
+impl<'a> AttentionInputs<'a> {
+    /// The operands for a device that computes on the host.
+    #[track_caller]
+    pub(crate) fn host(self) -> InputsOf<&'a [f32]> {
+        InputsOf {
+            q: self.q.host(),
+            k: self.k.host(),
+            v: self.v.host(),
+            k_diagonal: self.k_diagonal.host(),
+            v_diagonal: self.v_diagonal.host(),
+        }
+    }
+}
+
+impl<'a> AttentionGradients<'a> {
+    /// The targets for a device that computes on the host.
+    #[track_caller]
+    pub(crate) fn host(self) -> GradientsOf<&'a mut [f32]> {
+        GradientsOf {
+            dq: self.dq.host(),
+            dk: self.dk.host(),
+            dv: self.dv.host(),
+            dk_diagonal: self.dk_diagonal.host(),
+            dv_diagonal: self.dv_diagonal.host(),
+        }
+    }
 }

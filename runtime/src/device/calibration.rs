@@ -9,7 +9,10 @@ use std::time::{Duration, Instant};
 
 use half::bf16;
 
-use super::{Cpu, Device, Matrix, MatrixMut, PackedMatrix, Products, StoredMatrix, ThreadsError, widen_bf16};
+use super::{
+    Cpu, Device, HostMatrix, Matrix, MatrixMut, PackedMatrix, Products, StoredMatrix, ThreadsError,
+    widen_bf16,
+};
 
 /// Larger sides are measured as if they had this length: products of that size have reached their rate.
 const LONGEST_SIDE: usize = 1024;
@@ -86,12 +89,12 @@ impl StoredMatrix for Packed {
         self.cols
     }
 
-    fn in_place(&self) -> Option<Matrix<'_>> {
+    fn in_place(&self) -> Option<HostMatrix<'_>> {
         None
     }
 
-    fn in_place_bf16(&self) -> Option<Matrix<'_, bf16>> {
-        Some(Matrix::new(&self.values, self.rows(), self.cols))
+    fn in_place_bf16(&self) -> Option<HostMatrix<'_, bf16>> {
+        Some(HostMatrix::new(&self.values[..], self.rows(), self.cols))
     }
 
     fn packed(&self) -> Option<&OnceLock<PackedMatrix>> {

@@ -1,19 +1,70 @@
 //! Views of row-major buffers as matrices.
 //!
-//! A view never owns and never copies. Invariant: every element it can reach lies inside its slice, checked once when
+//! A view never owns and never copies. Invariant: every element it can reach lies inside its buffer, checked once when
 //! the view is made.
 
-/// A read-only matrix with any strides.
+use super::floats::{Floats, FloatsMut};
+
+/// A matrix to read, with any strides, over elements of kind `S`.
 #[derive(Clone, Copy, Debug)]
-pub struct Matrix<'a, T = f32> {
-    pub(crate) data: &'a [T],
+pub struct MatrixOf<S> {
+    pub(crate) data: S,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) row_stride: usize,
     pub(crate) col_stride: usize,
 }
 
-fn reach(rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> usize {
+/// A matrix to write, over elements of kind `S`; elements of a row are adjacent.
+#[derive(Debug)]
+pub struct MatrixMutOf<S> {
+    pub(crate) data: S,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) row_stride: usize,
+}
+
+/// A matrix to read, wherever it lies.
+pub type Matrix<'a> = MatrixOf<Floats<'a>>;
+/// A matrix to write, wherever it lies.
+pub type MatrixMut<'a> = MatrixMutOf<FloatsMut<'a>>;
+/// A matrix to read in the host's memory.
+pub type HostMatrix<'a, T = f32> = MatrixOf<&'a [T]>;
+/// A matrix to write in the host's memory.
+pub type HostMatrixMut<'a> = MatrixMutOf<&'a mut [f32]>;
+
+/// Adjacent elements that a matrix can be a view of.
+pub trait Elements {
+    /// How many there are.
+    fn count(&self) -> usize;
+}
+
+impl<T> Elements for &[T] {
+    fn count(&self) -> usize {
+        self.len()
+    }
+}
+
+impl<T> Elements for &mut [T] {
+    fn count(&self) -> usize {
+        self.len()
+    }
+}
+
+impl Elements for Floats<'_> {
+    fn count(&self) -> usize {
+        self.len()
+    }
+}
+
+impl Elements for FloatsMut<'_> {
+    fn count(&self) -> usize {
+        self.len()
+    }
+}
+
+/// Elements of a matrix from its first to its last.
+pub(crate) fn reach(rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> usize {
     if rows == 0 || cols == 0 {
         0
     } else {
@@ -21,14 +72,32 @@ fn reach(rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> usiz
     }
 }
 
-impl<'a, T: Copy> Matrix<'a, T> {
+#[track_caller]
+fn check_whole(len: usize, rows: usize, cols: usize) {
+    assert_eq!(len, rows * cols, "a matrix of {rows} x {cols}");
+}
+
+#[track_caller]
+fn check_strided(len: usize, rows: usize, cols: usize, row_stride: usize) {
+    assert!(
+        row_stride >= cols,
+        "rows of {cols} overlap at stride {row_stride}"
+    );
+    assert!(
+        len >= reach(rows, cols, row_stride, 1),
+        "a matrix of {rows} x {cols} is out of reach"
+    );
+}
+
+impl<S: Elements> MatrixOf<S> {
     /// All of `data` as `[rows, cols]`.
     ///
     /// # Panics
     /// If `data` is not exactly `rows · cols` long.
     #[track_caller]
-    pub fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
-        assert_eq!(data.len(), rows * cols, "a matrix of {rows} x {cols}");
+    pub fn new(data: impl Into<S>, rows: usize, cols: usize) -> Self {
+        let data = data.into();
+        check_whole(data.count(), rows, cols);
         Self {
             data,
             rows,
@@ -43,15 +112,9 @@ impl<'a, T: Copy> Matrix<'a, T> {
     /// # Panics
     /// If the matrix does not fit into `data`.
     #[track_caller]
-    pub fn strided(data: &'a [T], rows: usize, cols: usize, row_stride: usize) -> Self {
-        assert!(
-            row_stride >= cols,
-            "rows of {cols} overlap at stride {row_stride}"
-        );
-        assert!(
-            data.len() >= reach(rows, cols, row_stride, 1),
-            "a matrix of {rows} x {cols} is out of reach"
-        );
+    pub fn strided(data: impl Into<S>, rows: usize, cols: usize, row_stride: usize) -> Self {
+        let data = data.into();
+        check_strided(data.count(), rows, cols, row_stride);
         Self {
             data,
             rows,
@@ -60,7 +123,9 @@ impl<'a, T: Copy> Matrix<'a, T> {
             col_stride: 1,
         }
     }
+}
 
+impl<S> MatrixOf<S> {
     /// The transpose, a view of the same elements.
     #[must_use]
     pub fn transposed(self) -> Self {
@@ -83,6 +148,36 @@ impl<'a, T: Copy> Matrix<'a, T> {
         self.cols
     }
 
+    /// The same shape over other elements.
+    fn over<U>(self, data: impl FnOnce(S) -> U) -> MatrixOf<U> {
+        MatrixOf {
+            data: data(self.data),
+            rows: self.rows,
+            cols: self.cols,
+            row_stride: self.row_stride,
+            col_stride: self.col_stride,
+        }
+    }
+}
+
+impl<'a> Matrix<'a> {
+    /// The matrix for a device that computes on the host.
+    ///
+    /// # Panics
+    /// If it lies on a GPU.
+    #[track_caller]
+    pub(crate) fn host(self) -> HostMatrix<'a> {
+        self.over(Floats::host)
+    }
+}
+
+impl<'a> From<HostMatrix<'a>> for Matrix<'a> {
+    fn from(matrix: HostMatrix<'a>) -> Self {
+        matrix.over(Floats::from)
+    }
+}
+
+impl<'a, T: Copy> HostMatrix<'a, T> {
     /// One row as a slice.
     ///
     /// # Panics
@@ -127,23 +222,15 @@ impl<'a, T: Copy> Matrix<'a, T> {
     }
 }
 
-/// A writable matrix; elements of a row are adjacent.
-#[derive(Debug)]
-pub struct MatrixMut<'a> {
-    pub(crate) data: &'a mut [f32],
-    pub(crate) rows: usize,
-    pub(crate) cols: usize,
-    pub(crate) row_stride: usize,
-}
-
-impl<'a> MatrixMut<'a> {
+impl<S: Elements> MatrixMutOf<S> {
     /// All of `data` as `[rows, cols]`.
     ///
     /// # Panics
     /// If `data` is not exactly `rows · cols` long.
     #[track_caller]
-    pub fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Self {
-        assert_eq!(data.len(), rows * cols, "a matrix of {rows} x {cols}");
+    pub fn new(data: impl Into<S>, rows: usize, cols: usize) -> Self {
+        let data = data.into();
+        check_whole(data.count(), rows, cols);
         Self {
             data,
             rows,
@@ -157,20 +244,30 @@ impl<'a> MatrixMut<'a> {
     /// # Panics
     /// If the matrix does not fit into `data`.
     #[track_caller]
-    pub fn strided(data: &'a mut [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
-        assert!(
-            row_stride >= cols,
-            "rows of {cols} overlap at stride {row_stride}"
-        );
-        assert!(
-            data.len() >= reach(rows, cols, row_stride, 1),
-            "a matrix of {rows} x {cols} is out of reach"
-        );
+    pub fn strided(data: impl Into<S>, rows: usize, cols: usize, row_stride: usize) -> Self {
+        let data = data.into();
+        check_strided(data.count(), rows, cols, row_stride);
         Self {
             data,
             rows,
             cols,
             row_stride,
+        }
+    }
+}
+
+impl<'a> MatrixMut<'a> {
+    /// The matrix for a device that computes on the host.
+    ///
+    /// # Panics
+    /// If it lies on a GPU.
+    #[track_caller]
+    pub(crate) fn host(self) -> HostMatrixMut<'a> {
+        MatrixMutOf {
+            data: self.data.host(),
+            rows: self.rows,
+            cols: self.cols,
+            row_stride: self.row_stride,
         }
     }
 }

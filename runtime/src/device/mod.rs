@@ -1,8 +1,8 @@
 //! Where numbers are computed: one trait, and the CPU behind it.
 //!
 //! [`Device`] is the seam between model code and hardware. Model code (the draft, the verifier) is written once over it
-//! and holds no loops over elements. Buffers are contiguous slices in row-major order; a backend with memory of its own
-//! replaces what stands behind these slices, not the operations.
+//! and holds no loops over elements. It owns [`Buffer`]s, contiguous and in row-major order, and hands out [`Floats`]; where
+//! they lie is the device's business, and what it takes from the host it takes from any slice.
 //!
 //! Invariants every backend keeps:
 //! - **Repeatable.** Sums have a fixed order: the same inputs give the same bits, whatever the number of threads.
@@ -13,26 +13,34 @@
 
 mod attention;
 mod calibration;
+mod checksum;
 mod cpu;
+pub(crate) mod floats;
 mod limits;
-mod matrix;
+pub(crate) mod matrix;
 mod products;
 mod rotary;
 mod routing;
 mod stored;
 mod timed;
 
-pub use attention::{Attention, AttentionGradients, AttentionInputs, AttentionPlan, AttentionShape};
+pub use attention::{
+    Attention, AttentionGradients, AttentionInputs, AttentionPlan, AttentionShape, GradientsOf, InputsOf,
+};
 pub use calibration::ProductRates;
+pub use checksum::checksum;
 pub(crate) use cpu::widen_bf16;
 pub use cpu::{Cpu, NoAmx, PackedMatrix, ThreadsError};
+pub use floats::{Buffer, Floats, FloatsMut};
 pub use limits::MachineLimits;
-pub use matrix::{Matrix, MatrixMut};
+pub use matrix::{Elements, HostMatrix, HostMatrixMut, Matrix, MatrixMut, MatrixMutOf, MatrixOf};
 pub use products::{ProductKernel, Products};
 pub use rotary::{Pairing, RotaryTable, Turn};
 pub use routing::{ExpertGroups, Routing, Scoring};
 pub use stored::StoredMatrix;
 pub use timed::{OperationKind, Spent, Timed};
+
+use crate::contract::HiddenDtype;
 
 /// What a gated MLP does to its two inner products; gates are `g`, the others `u`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -92,12 +100,58 @@ pub trait Device: Send + Sync + 'static {
     /// Runs `work` where the device's operations start fastest; operations called inside `work` are unchanged.
     fn install<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R;
 
+    /// Whether it computes in the host's memory, so that what it is given there is not copied.
+    fn is_host(&self) -> bool {
+        false
+    }
+
     /// Says which part of the work comes next: for profilers, and for [`Timed`]. Changes nothing else.
     fn stage(&self, _name: &'static str) {}
 
     /// What operands of products are really rounded to.
     fn products(&self) -> Products {
         Products::F32
+    }
+
+    /// Gives `buffer` `len` elements where operations are fastest. What is in it afterwards is of no meaning, except that
+    /// a buffer that grows on the host is zero in what is new. `name` says who holds the memory.
+    fn fit(&self, buffer: &mut Buffer, name: &'static str, len: usize);
+
+    /// `target = source`; either of them may lie on the host.
+    fn assign(&self, target: FloatsMut<'_>, source: Floats<'_>);
+
+    /// Sets every element of `x` to `value`.
+    fn fill(&self, x: FloatsMut<'_>, value: f32);
+
+    /// Writes states to the host: row `i` of `x` `[rows, n]`, in `dtype`, little-endian, to `out[i · row_bytes..]`.
+    fn capture(&self, x: Matrix<'_>, dtype: HiddenDtype, out: &mut [u8], row_bytes: usize);
+
+    /// The first row of `x` `[rows, n]` with an element that is no number or larger than `largest` in magnitude.
+    fn first_beyond(&self, x: Matrix<'_>, largest: f32) -> Option<usize>;
+
+    /// [`checksum`] of `x`.
+    fn checksum(&self, x: Floats<'_>) -> u64;
+
+    /// A copy on the host.
+    fn read(&self, x: Floats<'_>) -> Vec<f32> {
+        let mut copy = vec![0.0; x.len()];
+        self.assign(FloatsMut::from(&mut copy), x);
+        copy
+    }
+
+    /// `values` where operations are fastest: as they are, or in `room`.
+    fn lend<'a>(&self, values: &'a [f32], room: &'a mut Buffer, name: &'static str) -> Floats<'a> {
+        self.fit(room, name, values.len());
+        self.assign(room.floats_mut(), values.into());
+        room.floats()
+    }
+
+    /// `values`, where operations are fastest, for good.
+    fn place(&self, values: Buffer, name: &'static str) -> Buffer {
+        let mut placed = Buffer::default();
+        self.fit(&mut placed, name, values.len());
+        self.assign(placed.floats_mut(), values.floats());
+        placed
     }
 
     /// `c = alpha · a·b`, or `c += alpha · a·b` with `accumulate`; `c` `[m, n]`, `a` `[m, k]`, `b` `[k, n]`.
@@ -112,29 +166,42 @@ pub trait Device: Send + Sync + 'static {
     fn gemm_stored(&self, c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn StoredMatrix, accumulate: bool);
 
     /// `y = x / rms(x) · weight` per row, and `rstd[row] = 1 / rms(x)`; `x`, `y` `[rows, n]`, `weight` `[n]`.
-    fn rms_norm(&self, x: Matrix<'_>, weight: &[f32], epsilon: f32, y: MatrixMut<'_>, rstd: &mut [f32]);
+    fn rms_norm(
+        &self,
+        x: Matrix<'_>,
+        weight: Floats<'_>,
+        epsilon: f32,
+        y: MatrixMut<'_>,
+        rstd: FloatsMut<'_>,
+    );
 
     /// Adds the input gradient of [`Device::rms_norm`] to `dx` `[rows, n]`.
     fn rms_norm_backward(
         &self,
         x: Matrix<'_>,
-        weight: &[f32],
-        rstd: &[f32],
+        weight: Floats<'_>,
+        rstd: Floats<'_>,
         dy: Matrix<'_>,
         dx: MatrixMut<'_>,
     );
 
     /// Adds the weight gradient of [`Device::rms_norm`] to `dweight` `[n]`.
-    fn rms_norm_weight_gradient(&self, x: Matrix<'_>, rstd: &[f32], dy: Matrix<'_>, dweight: &mut [f32]);
+    fn rms_norm_weight_gradient(
+        &self,
+        x: Matrix<'_>,
+        rstd: Floats<'_>,
+        dy: Matrix<'_>,
+        dweight: FloatsMut<'_>,
+    );
 
     /// Rotates every head of `x` `[rows, heads · head_dim]` by its row's position.
-    fn rotate(&self, x: &mut [f32], head_dim: usize, table: &RotaryTable, positions: &[u32], turn: Turn);
+    fn rotate(&self, x: FloatsMut<'_>, head_dim: usize, table: &RotaryTable, positions: &[u32], turn: Turn);
 
     /// `out = silu(gate) · up`, element by element.
-    fn swiglu(&self, gate: &[f32], up: &[f32], out: &mut [f32]);
+    fn swiglu(&self, gate: Floats<'_>, up: Floats<'_>, out: FloatsMut<'_>);
 
     /// Replaces `gate` and `up` by their gradients, given that of [`Device::swiglu`]'s result.
-    fn swiglu_backward(&self, gate: &mut [f32], up: &mut [f32], dout: &[f32]);
+    fn swiglu_backward(&self, gate: FloatsMut<'_>, up: FloatsMut<'_>, dout: Floats<'_>);
 
     /// `out[i] = table[rows[i]]`; `table` `[any, n]`, `out` `[rows, n]`.
     fn gather(&self, table: Matrix<'_>, rows: &[u32], out: MatrixMut<'_>);
@@ -152,23 +219,23 @@ pub trait Device: Send + Sync + 'static {
     fn scatter_add_scaled(&self, source: Matrix<'_>, rows: &[u32], factors: &[f32], target: MatrixMut<'_>);
 
     /// `out = gate(g) · u`, element by element.
-    fn gated(&self, gate: Gate, g: &[f32], u: &[f32], out: &mut [f32]);
+    fn gated(&self, gate: Gate, g: Floats<'_>, u: Floats<'_>, out: FloatsMut<'_>);
 
     /// Adds `bias` `[n]` to every row of `x` `[rows, n]`.
-    fn add_bias(&self, x: MatrixMut<'_>, bias: &[f32]);
+    fn add_bias(&self, x: MatrixMut<'_>, bias: Floats<'_>);
 
     /// `x · factor`, element by element.
-    fn scale(&self, x: &mut [f32], factor: f32);
+    fn scale(&self, x: FloatsMut<'_>, factor: f32);
 
     /// `cap · tanh(x / cap)`, element by element.
-    fn softcap(&self, x: &mut [f32], cap: f32);
+    fn softcap(&self, x: FloatsMut<'_>, cap: f32);
 
     /// Chooses the experts of each token: `logits` `[tokens, experts]`; `chosen` and `weights` `[tokens, top]`, the experts of
     /// a token in falling order of their scores, the first one of several equal ones first.
     fn route(&self, routing: &Routing<'_>, logits: Matrix<'_>, chosen: &mut [u32], weights: &mut [f32]);
 
     /// `target += source`, element by element.
-    fn add(&self, target: &mut [f32], source: &[f32]);
+    fn add(&self, target: FloatsMut<'_>, source: Floats<'_>);
 
     /// Softmax attention of `plan`'s queries over the keys that it makes visible and over their own diagonal keys.
     ///
@@ -177,8 +244,8 @@ pub trait Device: Send + Sync + 'static {
         &self,
         attention: &Attention<'_>,
         inputs: &AttentionInputs<'_>,
-        out: &mut [f32],
-        lse: &mut [f32],
+        out: FloatsMut<'_>,
+        lse: FloatsMut<'_>,
     );
 
     /// Backward of [`Device::attention`] without sinks and cap, for heads of one width, from its `lse` and the gradient
@@ -187,8 +254,8 @@ pub trait Device: Send + Sync + 'static {
         &self,
         attention: &Attention<'_>,
         inputs: &AttentionInputs<'_>,
-        lse: &[f32],
-        dout: &[f32],
+        lse: Floats<'_>,
+        dout: Floats<'_>,
         gradients: AttentionGradients<'_>,
     );
 
@@ -211,15 +278,15 @@ pub trait Device: Send + Sync + 'static {
     fn argmax(&self, x: Matrix<'_>, out: &mut [u32]);
 
     /// Σ x², in f64 and in fixed order.
-    fn sum_of_squares(&self, x: &[f32]) -> f64;
+    fn sum_of_squares(&self, x: Floats<'_>) -> f64;
 
     /// One fused AdamW update of `parameters` and their moments `m`, `v`; all of one length.
     fn adamw(
         &self,
         update: &AdamWUpdate,
-        parameters: &mut [f32],
-        m: &mut [f32],
-        v: &mut [f32],
-        gradient: &[f32],
+        parameters: FloatsMut<'_>,
+        m: FloatsMut<'_>,
+        v: FloatsMut<'_>,
+        gradient: Floats<'_>,
     );
 }

@@ -1,5 +1,6 @@
 //! Tables of the cosines and sines of a rotary embedding.
 
+use super::{Buffer, Device, Floats};
 use crate::rope::Rope;
 
 /// Which way a vector is turned.
@@ -22,13 +23,13 @@ pub enum Pairing {
 }
 
 /// Cosines and sines of all angles of a rotary embedding, `[positions, dim / 2]` each.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct RotaryTable {
     half: usize,
     offset: usize,
     pairing: Pairing,
-    cos: Vec<f32>,
-    sin: Vec<f32>,
+    cos: Buffer,
+    sin: Buffer,
 }
 
 impl RotaryTable {
@@ -51,8 +52,8 @@ impl RotaryTable {
             half,
             offset: 0,
             pairing: Pairing::Halves,
-            cos,
-            sin,
+            cos: cos.into(),
+            sin: sin.into(),
         }
     }
 
@@ -61,6 +62,16 @@ impl RotaryTable {
         Self {
             offset,
             pairing,
+            ..self
+        }
+    }
+
+    /// The same table where `device` computes.
+    #[must_use]
+    pub fn on(self, device: &impl Device) -> Self {
+        Self {
+            cos: device.place(self.cos, "rotary tables"),
+            sin: device.place(self.sin, "rotary tables"),
             ..self
         }
     }
@@ -86,20 +97,20 @@ impl RotaryTable {
     }
 
     /// All cosines and all sines, `[positions, dim / 2]` each.
-    pub fn angles(&self) -> (&[f32], &[f32]) {
-        (&self.cos, &self.sin)
+    pub fn angles(&self) -> (Floats<'_>, Floats<'_>) {
+        (self.cos.floats(), self.sin.floats())
     }
 
     /// Cosines and sines of one position, `[dim / 2]` each.
     ///
     /// # Panics
-    /// If the table is shorter.
+    /// If the table is shorter, or lies on a GPU.
     #[track_caller]
     pub(crate) fn at(&self, position: u32) -> (&[f32], &[f32]) {
         let start = position as usize * self.half;
         (
-            &self.cos[start..start + self.half],
-            &self.sin[start..start + self.half],
+            &self.cos.floats().host()[start..start + self.half],
+            &self.sin.floats().host()[start..start + self.half],
         )
     }
 }

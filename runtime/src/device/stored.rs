@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use half::bf16;
 
-use super::{Matrix, PackedMatrix};
+use super::{HostMatrix, PackedMatrix};
 
 /// A read-only matrix that may be packed.
 pub trait StoredMatrix: Send + Sync + fmt::Debug {
@@ -17,10 +17,10 @@ pub trait StoredMatrix: Send + Sync + fmt::Debug {
     fn cols(&self) -> usize;
 
     /// The matrix where it lies, if it is stored as aligned f32.
-    fn in_place(&self) -> Option<Matrix<'_>>;
+    fn in_place(&self) -> Option<HostMatrix<'_>>;
 
     /// The matrix where it lies, if it is stored as aligned bf16.
-    fn in_place_bf16(&self) -> Option<Matrix<'_, bf16>> {
+    fn in_place_bf16(&self) -> Option<HostMatrix<'_, bf16>> {
         None
     }
 

@@ -6,9 +6,10 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use super::{
-    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Device, Gate, Matrix, MatrixMut, Products,
-    RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow, Turn,
+    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Buffer, Device, Floats, FloatsMut, Gate,
+    Matrix, MatrixMut, Products, RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow, Turn,
 };
+use crate::contract::HiddenDtype;
 
 /// What an operation mostly does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -138,8 +139,48 @@ impl<D: Device> Device for Timed<D> {
         self.spent.lock().unwrap_or_else(PoisonError::into_inner).0 = name;
     }
 
+    fn is_host(&self) -> bool {
+        self.within.is_host()
+    }
+
     fn products(&self) -> Products {
         self.within.products()
+    }
+
+    fn fit(&self, buffer: &mut Buffer, name: &'static str, len: usize) {
+        self.within.fit(buffer, name, len);
+    }
+
+    fn lend<'a>(&self, values: &'a [f32], room: &'a mut Buffer, name: &'static str) -> Floats<'a> {
+        self.within.lend(values, room, name)
+    }
+
+    fn place(&self, values: Buffer, name: &'static str) -> Buffer {
+        self.within.place(values, name)
+    }
+
+    fn assign(&self, target: FloatsMut<'_>, source: Floats<'_>) {
+        let work = pass(2 * source.len());
+        self.time(OperationKind::Move, work, |d| d.assign(target, source));
+    }
+
+    fn fill(&self, x: FloatsMut<'_>, value: f32) {
+        let work = pass(x.len());
+        self.time(OperationKind::Move, work, |d| d.fill(x, value));
+    }
+
+    fn capture(&self, x: Matrix<'_>, dtype: HiddenDtype, out: &mut [u8], row_bytes: usize) {
+        let work = pass(2 * x.rows * x.cols);
+        self.time(OperationKind::Move, work, |d| d.capture(x, dtype, out, row_bytes));
+    }
+
+    fn first_beyond(&self, x: Matrix<'_>, largest: f32) -> Option<usize> {
+        let work = pass(x.rows * x.cols);
+        self.time(OperationKind::Elementwise, work, |d| d.first_beyond(x, largest))
+    }
+
+    fn checksum(&self, x: Floats<'_>) -> u64 {
+        self.time(OperationKind::Optimizer, pass(x.len()), |d| d.checksum(x))
     }
 
     fn gemm(&self, c: MatrixMut<'_>, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool) {
@@ -156,7 +197,14 @@ impl<D: Device> Device for Timed<D> {
         });
     }
 
-    fn rms_norm(&self, x: Matrix<'_>, weight: &[f32], epsilon: f32, y: MatrixMut<'_>, rstd: &mut [f32]) {
+    fn rms_norm(
+        &self,
+        x: Matrix<'_>,
+        weight: Floats<'_>,
+        epsilon: f32,
+        y: MatrixMut<'_>,
+        rstd: FloatsMut<'_>,
+    ) {
         let work = pass(2 * x.rows * x.cols);
         self.time(OperationKind::Elementwise, work, |d| {
             d.rms_norm(x, weight, epsilon, y, rstd)
@@ -166,8 +214,8 @@ impl<D: Device> Device for Timed<D> {
     fn rms_norm_backward(
         &self,
         x: Matrix<'_>,
-        weight: &[f32],
-        rstd: &[f32],
+        weight: Floats<'_>,
+        rstd: Floats<'_>,
         dy: Matrix<'_>,
         dx: MatrixMut<'_>,
     ) {
@@ -177,26 +225,32 @@ impl<D: Device> Device for Timed<D> {
         });
     }
 
-    fn rms_norm_weight_gradient(&self, x: Matrix<'_>, rstd: &[f32], dy: Matrix<'_>, dweight: &mut [f32]) {
+    fn rms_norm_weight_gradient(
+        &self,
+        x: Matrix<'_>,
+        rstd: Floats<'_>,
+        dy: Matrix<'_>,
+        dweight: FloatsMut<'_>,
+    ) {
         let work = pass(2 * x.rows * x.cols);
         self.time(OperationKind::Elementwise, work, |d| {
             d.rms_norm_weight_gradient(x, rstd, dy, dweight)
         });
     }
 
-    fn rotate(&self, x: &mut [f32], head_dim: usize, table: &RotaryTable, positions: &[u32], turn: Turn) {
+    fn rotate(&self, x: FloatsMut<'_>, head_dim: usize, table: &RotaryTable, positions: &[u32], turn: Turn) {
         let work = pass(2 * x.len());
         self.time(OperationKind::Elementwise, work, |d| {
             d.rotate(x, head_dim, table, positions, turn)
         });
     }
 
-    fn swiglu(&self, gate: &[f32], up: &[f32], out: &mut [f32]) {
+    fn swiglu(&self, gate: Floats<'_>, up: Floats<'_>, out: FloatsMut<'_>) {
         let work = pass(3 * out.len());
         self.time(OperationKind::Elementwise, work, |d| d.swiglu(gate, up, out));
     }
 
-    fn swiglu_backward(&self, gate: &mut [f32], up: &mut [f32], dout: &[f32]) {
+    fn swiglu_backward(&self, gate: FloatsMut<'_>, up: FloatsMut<'_>, dout: Floats<'_>) {
         let work = pass(5 * dout.len());
         self.time(OperationKind::Elementwise, work, |d| {
             d.swiglu_backward(gate, up, dout)
@@ -230,22 +284,22 @@ impl<D: Device> Device for Timed<D> {
         });
     }
 
-    fn gated(&self, gate: Gate, g: &[f32], u: &[f32], out: &mut [f32]) {
+    fn gated(&self, gate: Gate, g: Floats<'_>, u: Floats<'_>, out: FloatsMut<'_>) {
         let work = pass(3 * out.len());
         self.time(OperationKind::Elementwise, work, |d| d.gated(gate, g, u, out));
     }
 
-    fn add_bias(&self, x: MatrixMut<'_>, bias: &[f32]) {
+    fn add_bias(&self, x: MatrixMut<'_>, bias: Floats<'_>) {
         let work = pass(2 * x.rows * x.cols);
         self.time(OperationKind::Elementwise, work, |d| d.add_bias(x, bias));
     }
 
-    fn scale(&self, x: &mut [f32], factor: f32) {
+    fn scale(&self, x: FloatsMut<'_>, factor: f32) {
         let work = pass(2 * x.len());
         self.time(OperationKind::Elementwise, work, |d| d.scale(x, factor));
     }
 
-    fn softcap(&self, x: &mut [f32], cap: f32) {
+    fn softcap(&self, x: FloatsMut<'_>, cap: f32) {
         let work = pass(2 * x.len());
         self.time(OperationKind::Elementwise, work, |d| d.softcap(x, cap));
     }
@@ -257,7 +311,7 @@ impl<D: Device> Device for Timed<D> {
         });
     }
 
-    fn add(&self, target: &mut [f32], source: &[f32]) {
+    fn add(&self, target: FloatsMut<'_>, source: Floats<'_>) {
         let work = pass(3 * target.len());
         self.time(OperationKind::Elementwise, work, |d| d.add(target, source));
     }
@@ -266,8 +320,8 @@ impl<D: Device> Device for Timed<D> {
         &self,
         attended: &Attention<'_>,
         inputs: &AttentionInputs<'_>,
-        out: &mut [f32],
-        lse: &mut [f32],
+        out: FloatsMut<'_>,
+        lse: FloatsMut<'_>,
     ) {
         let work = attention(attended, inputs, 2.0, 1);
         self.time(OperationKind::Attention, work, |d| {
@@ -279,8 +333,8 @@ impl<D: Device> Device for Timed<D> {
         &self,
         attended: &Attention<'_>,
         inputs: &AttentionInputs<'_>,
-        lse: &[f32],
-        dout: &[f32],
+        lse: Floats<'_>,
+        dout: Floats<'_>,
         gradients: AttentionGradients<'_>,
     ) {
         // Scores and their gradients are formed again; then the gradients of queries, keys and values.
@@ -315,17 +369,17 @@ impl<D: Device> Device for Timed<D> {
         self.time(OperationKind::Loss, work, |d| d.argmax(x, out));
     }
 
-    fn sum_of_squares(&self, x: &[f32]) -> f64 {
+    fn sum_of_squares(&self, x: Floats<'_>) -> f64 {
         self.time(OperationKind::Optimizer, pass(x.len()), |d| d.sum_of_squares(x))
     }
 
     fn adamw(
         &self,
         update: &AdamWUpdate,
-        parameters: &mut [f32],
-        m: &mut [f32],
-        v: &mut [f32],
-        gradient: &[f32],
+        parameters: FloatsMut<'_>,
+        m: FloatsMut<'_>,
+        v: FloatsMut<'_>,
+        gradient: Floats<'_>,
     ) {
         let work = pass(7 * parameters.len());
         self.time(OperationKind::Optimizer, work, |d| {
@@ -349,7 +403,7 @@ mod tests {
             let product = MatrixMut::new(&mut c, 2, 4);
             device.gemm(product, Matrix::new(&a, 2, 3), Matrix::new(&b, 3, 4), 1.0, false);
         }
-        device.scale(&mut c, 2.0);
+        device.scale(FloatsMut::from(&mut c), 2.0);
         assert_eq!(c, [12.0; 8], "TIMED-1");
         let spent = device.take();
         let seen: Vec<_> = spent

@@ -9,16 +9,19 @@ use super::forward::{Half, half};
 use super::model::Pass;
 use super::spec::LayerKind;
 use super::workspace::{Activations, Deltas};
-use crate::device::{Attention, AttentionGradients, AttentionInputs, Device, Matrix, MatrixMut, Turn};
+use crate::device::{
+    Attention, AttentionGradients, AttentionInputs, Device, Floats, FloatsMut, Matrix, MatrixMut, Turn,
+};
 
 /// One half of the columns of a projection's gradient `[rows, 2H]`.
-fn half_mut(weight: &mut [f32], hidden: usize, half: Half) -> MatrixMut<'_> {
+fn half_mut(weight: FloatsMut<'_>, hidden: usize, half: Half) -> MatrixMut<'_> {
+    let len = weight.len();
     let rows = weight.len() / (2 * hidden);
     let start = match half {
         Half::Token => 0,
         Half::Hidden => hidden,
     };
-    MatrixMut::strided(&mut weight[start..], rows, hidden, 2 * hidden)
+    MatrixMut::strided(weight.into_part(start..len), rows, hidden, 2 * hidden)
 }
 
 impl<D: Device> Pass<'_, D> {
@@ -28,10 +31,11 @@ impl<D: Device> Pass<'_, D> {
         &self,
         a: &mut Activations,
         d: &mut Deltas,
-        gradient: &mut [f32],
-        on_final: &mut dyn FnMut(Range<usize>, &[f32]),
+        mut gradient: FloatsMut<'_>,
+        on_final: &mut dyn FnMut(Range<usize>, Floats<'_>),
     ) {
-        gradient.fill(0.0);
+        let device = &*self.core.device;
+        device.fill(gradient.reborrow(), 0.0);
         for buffer in [
             &mut d.k,
             &mut d.v,
@@ -40,16 +44,16 @@ impl<D: Device> Pass<'_, D> {
             &mut d.token_v,
             &mut d.next,
         ] {
-            buffer.fill(0.0);
+            device.fill(buffer.floats_mut(), 0.0);
         }
         for step in (0..self.plan.sizes.steps).rev() {
-            self.mlp_backward(step, a, d, gradient);
+            self.mlp_backward(step, a, d, gradient.reborrow());
             self.attend_backward(step, a, d);
-            self.rotate_backward(step, a, d, gradient);
-            self.project_hidden_backward(step, a, d, gradient);
+            self.rotate_backward(step, a, d, gradient.reborrow());
+            self.project_hidden_backward(step, a, d, gradient.reborrow());
         }
         let places = &self.core.layout.places;
-        let mut tell = |gradient: &[f32], places: &[&Range<usize>]| {
+        let mut tell = |gradient: Floats<'_>, places: &[&Range<usize>]| {
             for place in places.iter().filter(|place| !place.is_empty()) {
                 on_final((*place).clone(), gradient);
             }
@@ -61,19 +65,25 @@ impl<D: Device> Pass<'_, D> {
             &places.q_norm,
             &places.k_norm,
         ];
-        tell(gradient, &norms);
-        self.weights_backward(a, d, gradient);
-        tell(gradient, &[&places.down, &places.up, &places.gate, &places.o]);
-        self.project_tokens_backward(a, d, gradient);
-        tell(gradient, &[&places.input_norm, &places.v, &places.k, &places.q]);
-        self.combine_aux_states_backward(a, d, gradient);
-        tell(gradient, &[&places.fc]);
+        tell(gradient.floats(), &norms);
+        self.weights_backward(a, d, gradient.reborrow());
+        tell(
+            gradient.floats(),
+            &[&places.down, &places.up, &places.gate, &places.o],
+        );
+        self.project_tokens_backward(a, d, gradient.reborrow());
+        tell(
+            gradient.floats(),
+            &[&places.input_norm, &places.v, &places.k, &places.q],
+        );
+        self.combine_aux_states_backward(a, d, gradient.reborrow());
+        tell(gradient.floats(), &[&places.fc]);
         for norm in &places.fc_norms {
-            tell(gradient, &[norm]);
+            tell(gradient.floats(), &[norm]);
         }
     }
 
-    fn mlp_backward(&self, step: usize, a: &mut Activations, d: &mut Deltas, gradient: &mut [f32]) {
+    fn mlp_backward(&self, step: usize, a: &mut Activations, d: &mut Deltas, mut gradient: FloatsMut<'_>) {
         let (device, sizes, places) = self.parts();
         device.stage("mlp backward");
         let (r, h, i) = (sizes.active, sizes.hidden, sizes.intermediate);
@@ -84,48 +94,53 @@ impl<D: Device> Pass<'_, D> {
         );
         // What the next step sends back arrives behind or before the final norm.
         if self.core.spec.norm_output {
-            device.add(&mut d.head_input[rows.clone()], &d.next);
-            d.output[rows.clone()].fill(0.0);
+            device.add(d.head_input.part_mut(rows.clone()), d.next.floats());
+            device.fill(d.output.part_mut(rows.clone()), 0.0);
         } else {
-            d.output[rows.clone()].copy_from_slice(&d.next);
+            device.assign(d.output.part_mut(rows.clone()), d.next.floats());
         }
         let norm = Norm {
             place: &places.norm,
-            x: &a.output[rows.clone()],
-            rstd: &a.output_rstd[one.clone()],
+            x: a.output.part(rows.clone()),
+            rstd: a.output_rstd.part(one.clone()),
         };
         self.norm_backward(
             &norm,
-            &d.head_input[rows.clone()],
-            Some(&mut d.output[rows.clone()]),
-            gradient,
+            d.head_input.part(rows.clone()),
+            Some(d.output.part_mut(rows.clone())),
+            gradient.reborrow(),
         );
 
-        let output = Matrix::new(&d.output[rows.clone()], r, h);
-        let weight = Matrix::new(&self.parameters[places.down.clone()], h, i);
+        let output = Matrix::new(d.output.part(rows.clone()), r, h);
+        let weight = Matrix::new(self.parameters.part(places.down.clone()), h, i);
         device.gemm(MatrixMut::new(&mut d.product, r, i), output, weight, 1.0, false);
-        let (gate, up) = (&mut a.gate[wide.clone()], &mut a.up[wide.clone()]);
-        device.swiglu_backward(gate, up, &d.product);
+        let (mut gate, mut up) = (a.gate.part_mut(wide.clone()), a.up.part_mut(wide.clone()));
+        device.swiglu_backward(gate.reborrow(), up.reborrow(), d.product.floats());
         for (place, delta, accumulate) in [(&places.gate, gate, false), (&places.up, up, true)] {
-            let weight = Matrix::new(&self.parameters[place.clone()], i, h);
+            let weight = Matrix::new(self.parameters.part(place.clone()), i, h);
             let out = MatrixMut::new(&mut d.middle_norm, r, h);
-            device.gemm(out, Matrix::new(delta, r, i), weight, 1.0, accumulate);
+            device.gemm(out, Matrix::new(&delta, r, i), weight, 1.0, accumulate);
         }
-        d.middle[rows.clone()].copy_from_slice(&d.output[rows.clone()]);
+        device.assign(d.middle.part_mut(rows.clone()), d.output.part(rows.clone()));
         let norm = Norm {
             place: &places.post_norm,
-            x: &a.middle[rows.clone()],
-            rstd: &a.middle_rstd[one],
+            x: a.middle.part(rows.clone()),
+            rstd: a.middle_rstd.part(one),
         };
-        self.norm_backward(&norm, &d.middle_norm, Some(&mut d.middle[rows]), gradient);
+        self.norm_backward(
+            &norm,
+            d.middle_norm.floats(),
+            Some(d.middle.part_mut(rows)),
+            gradient,
+        );
     }
 
     fn attend_backward(&self, step: usize, a: &Activations, d: &mut Deltas) {
         let (device, sizes, places) = self.parts();
         device.stage("attention backward");
         let (r, h) = (sizes.active, sizes.hidden);
-        let weight = Matrix::new(&self.parameters[places.o.clone()], h, sizes.query);
-        let middle = Matrix::new(&d.middle[sizes.of_step(step, h)], r, h);
+        let weight = Matrix::new(self.parameters.part(places.o.clone()), h, sizes.query);
+        let middle = Matrix::new(d.middle.part(sizes.of_step(step, h)), r, h);
         device.gemm(
             MatrixMut::new(&mut d.attention, r, sizes.query),
             middle,
@@ -136,16 +151,16 @@ impl<D: Device> Pass<'_, D> {
         let shared = sizes.positions * sizes.key;
         let queries = sizes.of_step(step, sizes.query);
         let inputs = AttentionInputs {
-            q: &a.q[queries.clone()],
-            k: &a.k[..shared],
-            v: &a.v[..shared],
-            k_diagonal: &a.k[shared..],
-            v_diagonal: &a.v[shared..],
+            q: a.q.part(queries.clone()),
+            k: a.k.part(0..shared),
+            v: a.v.part(0..shared),
+            k_diagonal: a.k.tail(shared),
+            v_diagonal: a.v.tail(shared),
         };
-        let (dk, dk_diagonal) = d.k.split_at_mut(shared);
-        let (dv, dv_diagonal) = d.v.split_at_mut(shared);
+        let (dk, dk_diagonal) = d.k.floats_mut().split_at(shared);
+        let (dv, dv_diagonal) = d.v.floats_mut().split_at(shared);
         let gradients = AttentionGradients {
-            dq: &mut d.q[queries],
+            dq: d.q.part_mut(queries),
             dk,
             dv,
             dk_diagonal,
@@ -155,17 +170,17 @@ impl<D: Device> Pass<'_, D> {
             diagonals: step,
             ..Attention::plain(self.core.attention_shape(), &self.plan.attention)
         };
-        let lse = &a.lse[sizes.of_step(step, self.core.spec.heads)];
-        device.attention_backward(&attention, &inputs, lse, &d.attention, gradients);
+        let lse = a.lse.part(sizes.of_step(step, self.core.spec.heads));
+        device.attention_backward(&attention, &inputs, lse, d.attention.floats(), gradients);
     }
 
-    fn rotate_backward(&self, step: usize, a: &Activations, d: &mut Deltas, gradient: &mut [f32]) {
+    fn rotate_backward(&self, step: usize, a: &Activations, d: &mut Deltas, mut gradient: FloatsMut<'_>) {
         let (device, sizes, places) = self.parts();
         let dim = self.core.spec.head_dim;
         let (queries, keys) = (sizes.of_step(step, sizes.query), sizes.keys_of_step(step));
         let positions = &self.plan.rotary[sizes.of_step(step, 1)];
         device.rotate(
-            &mut d.q[queries.clone()],
+            d.q.part_mut(queries.clone()),
             dim,
             self.rotary,
             positions,
@@ -177,7 +192,7 @@ impl<D: Device> Pass<'_, D> {
             positions
         };
         device.rotate(
-            &mut d.k[keys.clone()],
+            d.k.part_mut(keys.clone()),
             dim,
             self.rotary,
             key_positions,
@@ -191,26 +206,31 @@ impl<D: Device> Pass<'_, D> {
             for (range, place, raw, rstd, delta) in heads {
                 let norm = Norm {
                     place,
-                    x: &raw[range.clone()],
-                    rstd: &rstd[range.start / dim..range.end / dim],
+                    x: raw.part(range.clone()),
+                    rstd: rstd.part(range.start / dim..range.end / dim),
                 };
-                let before = &mut d.raw[..range.len()];
-                before.fill(0.0);
-                self.norm_backward(&norm, &delta[range.clone()], Some(before), gradient);
-                delta[range].copy_from_slice(before);
+                let mut before = d.raw.part_mut(0..range.len());
+                device.fill(before.reborrow(), 0.0);
+                self.norm_backward(
+                    &norm,
+                    delta.part(range.clone()),
+                    Some(before.reborrow()),
+                    gradient.reborrow(),
+                );
+                device.assign(delta.part_mut(range), before.floats());
             }
         }
     }
 
     /// Sends gradients of queries, keys and values to the hidden input and to the tokens' share.
-    fn project_hidden_backward(&self, step: usize, a: &Activations, d: &mut Deltas, gradient: &mut [f32]) {
+    fn project_hidden_backward(&self, step: usize, a: &Activations, d: &mut Deltas, gradient: FloatsMut<'_>) {
         let (device, sizes, places) = self.parts();
         device.stage("projections backward");
         let (t, r, h) = (sizes.positions, sizes.active, sizes.hidden);
         let rows = sizes.of_step(step, h);
         let token_rows = &self.plan.token_rows[sizes.of_step(step, 1)];
-        let weight = |place: &Range<usize>| half(&self.parameters[place.clone()], h, Half::Hidden);
-        let dq = Matrix::new(&d.q[sizes.of_step(step, sizes.query)], r, sizes.query);
+        let weight = |place: &Range<usize>| half(self.parameters.part(place.clone()), h, Half::Hidden);
+        let dq = Matrix::new(d.q.part(sizes.of_step(step, sizes.query)), r, sizes.query);
         device.scatter_add(
             dq,
             token_rows,
@@ -224,16 +244,16 @@ impl<D: Device> Pass<'_, D> {
             false,
         );
         if self.core.spec.norm_before_residual {
-            device.add(&mut d.hidden_norm, &d.middle[rows.clone()]);
+            device.add(d.hidden_norm.floats_mut(), d.middle.part(rows.clone()));
         }
         let keys = sizes.keys_of_step(step);
         let stacks = [
-            (&places.k, &d.k[keys.clone()], &mut d.token_k),
-            (&places.v, &d.v[keys], &mut d.token_v),
+            (&places.k, d.k.part(keys.clone()), &mut d.token_k),
+            (&places.v, d.v.part(keys), &mut d.token_v),
         ];
         for (i, (place, delta, tokens)) in stacks.into_iter().enumerate() {
             if step == 0 {
-                device.add(&mut tokens[..t * sizes.key], delta);
+                device.add(tokens.part_mut(0..t * sizes.key), delta);
                 let out = MatrixMut::new(&mut d.first_norm, t, h);
                 device.gemm(out, Matrix::new(delta, t, sizes.key), weight(place), 1.0, i > 0);
             } else {
@@ -254,9 +274,9 @@ impl<D: Device> Pass<'_, D> {
         }
         if step > 0 {
             if self.core.spec.norm_before_residual {
-                d.next.fill(0.0);
+                device.fill(d.next.floats_mut(), 0.0);
             } else {
-                d.next.copy_from_slice(&d.middle[rows]);
+                device.assign(d.next.floats_mut(), d.middle.part(rows));
             }
             let input = if self.core.spec.norm_output {
                 &a.head_input
@@ -264,21 +284,21 @@ impl<D: Device> Pass<'_, D> {
                 &a.output
             };
             let (x, rstd) = (
-                &input[sizes.of_step(step - 1, h)],
-                &a.hidden_rstd[sizes.of_step(step, 1)],
+                input.part(sizes.of_step(step - 1, h)),
+                a.hidden_rstd.part(sizes.of_step(step, 1)),
             );
             let norm = Norm {
                 place: &places.hidden_norm,
                 x,
                 rstd,
             };
-            self.norm_backward(&norm, &d.hidden_norm, Some(&mut d.next), gradient);
+            self.norm_backward(&norm, d.hidden_norm.floats(), Some(d.next.floats_mut()), gradient);
         } else {
             let active = Matrix::new(&d.hidden_norm, r, h);
             device.scatter_add(active, &self.plan.active, MatrixMut::new(&mut d.first_norm, t, h));
-            d.fc_output.fill(0.0);
+            device.fill(d.fc_output.floats_mut(), 0.0);
             if !self.core.spec.norm_before_residual {
-                let residual = Matrix::new(&d.middle[rows], r, h);
+                let residual = Matrix::new(d.middle.part(rows), r, h);
                 device.scatter_add(
                     residual,
                     &self.plan.active,
@@ -287,15 +307,20 @@ impl<D: Device> Pass<'_, D> {
             }
             let norm = Norm {
                 place: &places.hidden_norm,
-                x: &a.fc_output,
-                rstd: &a.first_rstd,
+                x: a.fc_output.floats(),
+                rstd: a.first_rstd.floats(),
             };
-            self.norm_backward(&norm, &d.first_norm, Some(&mut d.fc_output), gradient);
+            self.norm_backward(
+                &norm,
+                d.first_norm.floats(),
+                Some(d.fc_output.floats_mut()),
+                gradient,
+            );
         }
     }
 
     /// Weight gradients of the layer: every product over all steps at once.
-    fn weights_backward(&self, a: &Activations, d: &Deltas, gradient: &mut [f32]) {
+    fn weights_backward(&self, a: &Activations, d: &Deltas, mut gradient: FloatsMut<'_>) {
         let (device, sizes, places) = self.parts();
         device.stage("weight gradients");
         let (n, t, h, i) = (sizes.stacked(), sizes.positions, sizes.hidden, sizes.intermediate);
@@ -306,12 +331,12 @@ impl<D: Device> Pass<'_, D> {
             (&places.down, &d.output, h, &a.product, i),
         ];
         for (place, delta, outputs, input, inputs) in products {
-            let out = MatrixMut::new(&mut gradient[place.clone()], outputs, inputs);
+            let out = MatrixMut::new(gradient.part_mut(place.clone()), outputs, inputs);
             let delta = Matrix::new(delta, n, outputs).transposed();
             device.gemm(out, delta, Matrix::new(input, n, inputs), 1.0, false);
         }
         let hidden = Matrix::new(&a.hidden_norm, n, h);
-        let out = half_mut(&mut gradient[places.q.clone()], h, Half::Hidden);
+        let out = half_mut(gradient.part_mut(places.q.clone()), h, Half::Hidden);
         device.gemm(
             out,
             Matrix::new(&d.q, n, sizes.query).transposed(),
@@ -321,18 +346,18 @@ impl<D: Device> Pass<'_, D> {
         );
         // Keys of step 0 come from all positions, later ones from the active positions.
         let (shared, later) = (t * sizes.key, sizes.keys() - t);
-        let later_hidden = Matrix::new(&a.hidden_norm[(n - later) * h..], later, h);
+        let later_hidden = Matrix::new(a.hidden_norm.tail((n - later) * h), later, h);
         for (place, delta) in [(&places.k, &d.k), (&places.v, &d.v)] {
-            let first = Matrix::new(&delta[..shared], t, sizes.key).transposed();
-            let out = half_mut(&mut gradient[place.clone()], h, Half::Hidden);
+            let first = Matrix::new(delta.part(0..shared), t, sizes.key).transposed();
+            let out = half_mut(gradient.part_mut(place.clone()), h, Half::Hidden);
             device.gemm(out, first, Matrix::new(&a.first_norm, t, h), 1.0, false);
-            let rest = Matrix::new(&delta[shared..], later, sizes.key).transposed();
-            let out = half_mut(&mut gradient[place.clone()], h, Half::Hidden);
+            let rest = Matrix::new(delta.tail(shared), later, sizes.key).transposed();
+            let out = half_mut(gradient.part_mut(place.clone()), h, Half::Hidden);
             device.gemm(out, rest, later_hidden, 1.0, true);
         }
     }
 
-    fn project_tokens_backward(&self, a: &Activations, d: &mut Deltas, gradient: &mut [f32]) {
+    fn project_tokens_backward(&self, a: &Activations, d: &mut Deltas, mut gradient: FloatsMut<'_>) {
         let (device, sizes, places) = self.parts();
         device.stage("projections backward");
         let (n, h) = (sizes.tokens(), sizes.hidden);
@@ -343,7 +368,7 @@ impl<D: Device> Pass<'_, D> {
         ];
         for (index, (place, delta, width)) in stacks.into_iter().enumerate() {
             let delta = Matrix::new(delta, n, width);
-            let out = half_mut(&mut gradient[place.clone()], h, Half::Token);
+            let out = half_mut(gradient.part_mut(place.clone()), h, Half::Token);
             device.gemm(
                 out,
                 delta.transposed(),
@@ -351,7 +376,7 @@ impl<D: Device> Pass<'_, D> {
                 1.0,
                 false,
             );
-            let weight = half(&self.parameters[place.clone()], h, Half::Token);
+            let weight = half(self.parameters.part(place.clone()), h, Half::Token);
             device.gemm(
                 MatrixMut::new(&mut d.embedding_norm, n, h),
                 delta,
@@ -362,62 +387,63 @@ impl<D: Device> Pass<'_, D> {
         }
         let norm = Norm {
             place: &places.input_norm,
-            x: &a.embedding,
-            rstd: &a.embedding_rstd,
+            x: a.embedding.floats(),
+            rstd: a.embedding_rstd.floats(),
         };
-        self.norm_backward(&norm, &d.embedding_norm, None, gradient);
+        self.norm_backward(&norm, d.embedding_norm.floats(), None, gradient);
     }
 
-    fn combine_aux_states_backward(&self, a: &Activations, d: &mut Deltas, gradient: &mut [f32]) {
+    fn combine_aux_states_backward(&self, a: &Activations, d: &mut Deltas, mut gradient: FloatsMut<'_>) {
         let (device, sizes, places) = self.parts();
         device.stage("fc backward");
         let (t, h, aux) = (sizes.positions, sizes.hidden, sizes.aux);
         let delta = Matrix::new(&d.fc_output, t, h);
         let input = if places.fc_norms.is_empty() {
-            &self.batch.hidden
+            self.hidden
         } else {
-            &a.fc_input
+            a.fc_input.floats()
         };
-        let out = MatrixMut::new(&mut gradient[places.fc.clone()], h, aux);
+        let out = MatrixMut::new(gradient.part_mut(places.fc.clone()), h, aux);
         device.gemm(out, delta.transposed(), Matrix::new(input, t, aux), 1.0, false);
         if places.fc_norms.is_empty() {
             return;
         }
-        let weight = Matrix::new(&self.parameters[places.fc.clone()], h, aux);
+        let weight = Matrix::new(self.parameters.part(places.fc.clone()), h, aux);
         device.gemm(MatrixMut::new(&mut d.fc_input, t, aux), delta, weight, 1.0, false);
         for (i, norm) in places.fc_norms.iter().enumerate() {
             let width = norm.len();
-            let x = Matrix::strided(
-                &self.batch.hidden[(i * width).min(self.batch.hidden.len())..],
-                t,
-                width,
-                aux,
-            );
-            let dy = Matrix::strided(&d.fc_input[i * width..], t, width, aux);
-            let rstd = &a.fc_rstd[i * t..(i + 1) * t];
-            device.rms_norm_weight_gradient(x, rstd, dy, &mut gradient[norm.clone()]);
+            let x = Matrix::strided(self.hidden.tail(i * width), t, width, aux);
+            let dy = Matrix::strided(d.fc_input.tail(i * width), t, width, aux);
+            let rstd = a.fc_rstd.part(i * t..(i + 1) * t);
+            device.rms_norm_weight_gradient(x, rstd, dy, gradient.part_mut(norm.clone()));
         }
     }
 
     /// Adds a norm's input gradient to `dx` and its weight gradient to `gradient`.
-    fn norm_backward(&self, norm: &Norm<'_>, dy: &[f32], dx: Option<&mut [f32]>, gradient: &mut [f32]) {
+    fn norm_backward(
+        &self,
+        norm: &Norm<'_>,
+        dy: Floats<'_>,
+        dx: Option<FloatsMut<'_>>,
+        mut gradient: FloatsMut<'_>,
+    ) {
         let (rows, width) = (norm.rstd.len(), norm.place.len());
         let (x, dy) = (Matrix::new(norm.x, rows, width), Matrix::new(dy, rows, width));
         if let Some(dx) = dx {
-            let weight = &self.parameters[norm.place.clone()];
+            let weight = self.parameters.part(norm.place.clone());
             self.core
                 .device
                 .rms_norm_backward(x, weight, norm.rstd, dy, MatrixMut::new(dx, rows, width));
         }
         self.core
             .device
-            .rms_norm_weight_gradient(x, norm.rstd, dy, &mut gradient[norm.place.clone()]);
+            .rms_norm_weight_gradient(x, norm.rstd, dy, gradient.part_mut(norm.place.clone()));
     }
 }
 
 /// A norm in the forward pass.
 struct Norm<'a> {
     place: &'a Range<usize>,
-    x: &'a [f32],
-    rstd: &'a [f32],
+    x: Floats<'a>,
+    rstd: Floats<'a>,
 }

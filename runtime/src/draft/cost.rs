@@ -88,6 +88,7 @@ impl DraftSpec {
 mod tests {
     use super::super::spec::LayerKind;
     use super::*;
+    use crate::device::Cpu;
     use crate::rope::{Rope, RopeScaling};
 
     fn kimi() -> DraftSpec {
@@ -199,8 +200,9 @@ mod tests {
         let cost = spec.row_cost(&load);
         let (mut activations, mut deltas) = (Activations::default(), Deltas::default());
         let sizes = Sizes::new(&spec, 2, 10, 4);
-        activations.fit(&sizes, &spec);
-        deltas.fit(&sizes, &spec);
+        let device = Cpu::new(1).expect("a thread");
+        activations.fit(&device, &sizes, &spec);
+        deltas.fit(&device, &sizes, &spec);
         // Some of the largest, as the forward pass addresses them.
         let wide = [&activations.gate, &activations.up, &activations.product];
         assert!(wide.iter().all(|buffer| buffer.len() == 8 * 16));

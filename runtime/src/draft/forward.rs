@@ -6,7 +6,7 @@
 use super::model::Pass;
 use super::spec::LayerKind;
 use super::workspace::Activations;
-use crate::device::{Attention, AttentionInputs, Device, Matrix, MatrixMut, Turn};
+use crate::device::{Attention, AttentionInputs, Device, Floats, Matrix, MatrixMut, Turn};
 
 /// Left (token) and right (hidden) half of a projection's inputs.
 #[derive(Clone, Copy)]
@@ -16,13 +16,13 @@ pub(super) enum Half {
 }
 
 /// One half of the columns of a projection `[rows, 2H]`.
-pub(super) fn half(weight: &[f32], hidden: usize, half: Half) -> Matrix<'_> {
+pub(super) fn half(weight: Floats<'_>, hidden: usize, half: Half) -> Matrix<'_> {
     let rows = weight.len() / (2 * hidden);
     let start = match half {
         Half::Token => 0,
         Half::Hidden => hidden,
     };
-    Matrix::strided(&weight[start..], rows, hidden, 2 * hidden)
+    Matrix::strided(weight.tail(start), rows, hidden, 2 * hidden)
 }
 
 impl<D: Device> Pass<'_, D> {
@@ -50,24 +50,19 @@ impl<D: Device> Pass<'_, D> {
         for (i, norm) in places.fc_norms.iter().enumerate() {
             let width = norm.len();
             device.rms_norm(
-                Matrix::strided(
-                    &self.batch.hidden[(i * width).min(self.batch.hidden.len())..],
-                    t,
-                    width,
-                    aux,
-                ),
-                &self.parameters[norm.clone()],
+                Matrix::strided(self.hidden.tail(i * width), t, width, aux),
+                self.parameters.part(norm.clone()),
                 eps,
-                MatrixMut::strided(&mut a.fc_input[i * width..], t, width, aux),
-                &mut a.fc_rstd[i * t..(i + 1) * t],
+                MatrixMut::strided(a.fc_input.tail_mut(i * width), t, width, aux),
+                a.fc_rstd.part_mut(i * t..(i + 1) * t),
             );
         }
         let input = if places.fc_norms.is_empty() {
-            &self.batch.hidden
+            self.hidden
         } else {
-            &a.fc_input
+            a.fc_input.floats()
         };
-        let weight = Matrix::new(&self.parameters[places.fc.clone()], h, aux);
+        let weight = Matrix::new(self.parameters.part(places.fc.clone()), h, aux);
         let output = MatrixMut::new(&mut a.fc_output, t, h);
         device.gemm(
             output,
@@ -85,19 +80,25 @@ impl<D: Device> Pass<'_, D> {
         let (n, h) = (sizes.tokens(), sizes.hidden);
         let table = Matrix::new(&self.core.frozen.embed, self.core.spec.vocab_size, h);
         device.gather(table, &self.plan.tokens, MatrixMut::new(&mut a.embedding, n, h));
-        let norm = &self.parameters[places.input_norm.clone()];
+        let norm = self.parameters.part(places.input_norm.clone());
         let (x, y) = (
             Matrix::new(&a.embedding, n, h),
             MatrixMut::new(&mut a.embedding_norm, n, h),
         );
-        device.rms_norm(x, norm, self.core.spec.rms_norm_eps, y, &mut a.embedding_rstd);
+        device.rms_norm(
+            x,
+            norm,
+            self.core.spec.rms_norm_eps,
+            y,
+            a.embedding_rstd.floats_mut(),
+        );
         let projections = [
             (&places.q, &mut a.token_q),
             (&places.k, &mut a.token_k),
             (&places.v, &mut a.token_v),
         ];
         for (place, out) in projections {
-            let weight = half(&self.parameters[place.clone()], h, Half::Token);
+            let weight = half(self.parameters.part(place.clone()), h, Half::Token);
             let out = MatrixMut::new(out, n, weight.rows());
             device.gemm(
                 out,
@@ -119,7 +120,7 @@ impl<D: Device> Pass<'_, D> {
             sizes.hidden,
             self.core.spec.rms_norm_eps,
         );
-        let norm = &self.parameters[places.hidden_norm.clone()];
+        let norm = self.parameters.part(places.hidden_norm.clone());
         let rows = sizes.of_step(step, h);
         let handed_on = if self.core.spec.norm_output {
             &a.head_input
@@ -133,40 +134,43 @@ impl<D: Device> Pass<'_, D> {
                 norm,
                 eps,
                 first,
-                &mut a.first_rstd,
+                a.first_rstd.floats_mut(),
             );
-            let normed = MatrixMut::new(&mut a.hidden_norm[rows.clone()], r, h);
+            let normed = MatrixMut::new(a.hidden_norm.part_mut(rows.clone()), r, h);
             device.gather(Matrix::new(&a.first_norm, t, h), &self.plan.active, normed);
         } else {
-            let input = Matrix::new(&handed_on[sizes.of_step(step - 1, h)], r, h);
-            let normed = MatrixMut::new(&mut a.hidden_norm[rows.clone()], r, h);
+            let input = Matrix::new(handed_on.part(sizes.of_step(step - 1, h)), r, h);
+            let normed = MatrixMut::new(a.hidden_norm.part_mut(rows.clone()), r, h);
             device.rms_norm(
                 input,
                 norm,
                 eps,
                 normed,
-                &mut a.hidden_rstd[sizes.of_step(step, 1)],
+                a.hidden_rstd.part_mut(sizes.of_step(step, 1)),
             );
         }
         // The residual stream starts from the hidden input, normalised or not.
         if self.core.spec.norm_before_residual {
-            a.middle[rows.clone()].copy_from_slice(&a.hidden_norm[rows.clone()]);
+            device.assign(a.middle.part_mut(rows.clone()), a.hidden_norm.part(rows.clone()));
         } else if step == 0 {
-            let residual = MatrixMut::new(&mut a.middle[rows.clone()], r, h);
+            let residual = MatrixMut::new(a.middle.part_mut(rows.clone()), r, h);
             device.gather(Matrix::new(&a.fc_output, t, h), &self.plan.active, residual);
         } else {
-            a.middle[rows.clone()].copy_from_slice(&handed_on[sizes.of_step(step - 1, h)]);
+            device.assign(
+                a.middle.part_mut(rows.clone()),
+                handed_on.part(sizes.of_step(step - 1, h)),
+            );
         }
-        let hidden = Matrix::new(&a.hidden_norm[rows], r, h);
+        let hidden = Matrix::new(a.hidden_norm.part(rows), r, h);
         let token_rows = &self.plan.token_rows[sizes.of_step(step, 1)];
         let weight = |place: &std::ops::Range<usize>| {
-            half(&self.parameters[place.clone()], h, Half::Hidden).transposed()
+            half(self.parameters.part(place.clone()), h, Half::Hidden).transposed()
         };
-        let q = &mut a.q[sizes.of_step(step, sizes.query)];
+        let mut q = a.q.part_mut(sizes.of_step(step, sizes.query));
         let shared = Matrix::new(&a.token_q, sizes.tokens(), sizes.query);
-        device.gather(shared, token_rows, MatrixMut::new(q, r, sizes.query));
+        device.gather(shared, token_rows, MatrixMut::new(&mut q, r, sizes.query));
         device.gemm(
-            MatrixMut::new(q, r, sizes.query),
+            MatrixMut::new(&mut q, r, sizes.query),
             hidden,
             weight(&places.q),
             1.0,
@@ -176,16 +180,22 @@ impl<D: Device> Pass<'_, D> {
             (&places.k, &a.token_k, &mut a.k),
             (&places.v, &a.token_v, &mut a.v),
         ] {
-            let out = &mut stack[sizes.keys_of_step(step)];
+            let mut out = stack.part_mut(sizes.keys_of_step(step));
             if step == 0 {
-                out.copy_from_slice(&tokens[..t * sizes.key]);
+                device.assign(out.reborrow(), tokens.part(0..t * sizes.key));
                 let all = Matrix::new(&a.first_norm, t, h);
-                device.gemm(MatrixMut::new(out, t, sizes.key), all, weight(place), 1.0, true);
+                device.gemm(
+                    MatrixMut::new(&mut out, t, sizes.key),
+                    all,
+                    weight(place),
+                    1.0,
+                    true,
+                );
             } else {
                 let shared = Matrix::new(tokens, sizes.tokens(), sizes.key);
-                device.gather(shared, token_rows, MatrixMut::new(out, r, sizes.key));
+                device.gather(shared, token_rows, MatrixMut::new(&mut out, r, sizes.key));
                 device.gemm(
-                    MatrixMut::new(out, r, sizes.key),
+                    MatrixMut::new(&mut out, r, sizes.key),
                     hidden,
                     weight(place),
                     1.0,
@@ -218,23 +228,29 @@ impl<D: Device> Pass<'_, D> {
                 ),
             ];
             for (range, norm, out, raw, rstd) in heads {
-                raw[range.clone()].copy_from_slice(&out[range.clone()]);
+                device.assign(raw.part_mut(range.clone()), out.part(range.clone()));
                 let (rows, per_head) = (range.len() / dim, range.start / dim..range.end / dim);
                 let (x, y) = (
-                    Matrix::new(&raw[range.clone()], rows, dim),
-                    MatrixMut::new(&mut out[range], rows, dim),
+                    Matrix::new(raw.part(range.clone()), rows, dim),
+                    MatrixMut::new(out.part_mut(range), rows, dim),
                 );
-                device.rms_norm(x, &self.parameters[norm.clone()], eps, y, &mut rstd[per_head]);
+                device.rms_norm(
+                    x,
+                    self.parameters.part(norm.clone()),
+                    eps,
+                    y,
+                    rstd.part_mut(per_head),
+                );
             }
         }
         let positions = &self.plan.rotary[sizes.of_step(step, 1)];
-        device.rotate(&mut a.q[queries], dim, self.rotary, positions, Turn::Forward);
+        device.rotate(a.q.part_mut(queries), dim, self.rotary, positions, Turn::Forward);
         let key_positions = if step == 0 {
             &self.batch.position_ids
         } else {
             positions
         };
-        device.rotate(&mut a.k[keys], dim, self.rotary, key_positions, Turn::Forward);
+        device.rotate(a.k.part_mut(keys), dim, self.rotary, key_positions, Turn::Forward);
     }
 
     /// Attention, `o_proj`, and the residual stream behind them.
@@ -244,26 +260,26 @@ impl<D: Device> Pass<'_, D> {
         let (r, h) = (sizes.active, sizes.hidden);
         let shared = sizes.positions * sizes.key;
         let inputs = AttentionInputs {
-            q: &a.q[sizes.of_step(step, sizes.query)],
-            k: &a.k[..shared],
-            v: &a.v[..shared],
-            k_diagonal: &a.k[shared..],
-            v_diagonal: &a.v[shared..],
+            q: a.q.part(sizes.of_step(step, sizes.query)),
+            k: a.k.part(0..shared),
+            v: a.v.part(0..shared),
+            k_diagonal: a.k.tail(shared),
+            v_diagonal: a.v.tail(shared),
         };
         let attention = Attention {
             diagonals: step,
             ..Attention::plain(self.core.attention_shape(), &self.plan.attention)
         };
-        let out = &mut a.attention[sizes.of_step(step, sizes.query)];
+        let mut out = a.attention.part_mut(sizes.of_step(step, sizes.query));
         device.attention(
             &attention,
             &inputs,
-            out,
-            &mut a.lse[sizes.of_step(step, self.core.spec.heads)],
+            out.reborrow(),
+            a.lse.part_mut(sizes.of_step(step, self.core.spec.heads)),
         );
-        let weight = Matrix::new(&self.parameters[places.o.clone()], h, sizes.query).transposed();
-        let middle = MatrixMut::new(&mut a.middle[sizes.of_step(step, h)], r, h);
-        device.gemm(middle, Matrix::new(out, r, sizes.query), weight, 1.0, true);
+        let weight = Matrix::new(self.parameters.part(places.o.clone()), h, sizes.query).transposed();
+        let middle = MatrixMut::new(a.middle.part_mut(sizes.of_step(step, h)), r, h);
+        device.gemm(middle, Matrix::new(&out, r, sizes.query), weight, 1.0, true);
     }
 
     /// The MLP, and the norm before the head.
@@ -281,15 +297,15 @@ impl<D: Device> Pass<'_, D> {
             sizes.of_step(step, i),
             sizes.of_step(step, 1),
         );
-        let norm = &self.parameters[places.post_norm.clone()];
-        let middle = Matrix::new(&a.middle[rows.clone()], r, h);
-        let normed = MatrixMut::new(&mut a.middle_norm[rows.clone()], r, h);
-        device.rms_norm(middle, norm, eps, normed, &mut a.middle_rstd[one.clone()]);
-        let x = Matrix::new(&a.middle_norm[rows.clone()], r, h);
+        let norm = self.parameters.part(places.post_norm.clone());
+        let middle = Matrix::new(a.middle.part(rows.clone()), r, h);
+        let normed = MatrixMut::new(a.middle_norm.part_mut(rows.clone()), r, h);
+        device.rms_norm(middle, norm, eps, normed, a.middle_rstd.part_mut(one.clone()));
+        let x = Matrix::new(a.middle_norm.part(rows.clone()), r, h);
         for (place, out) in [(&places.gate, &mut a.gate), (&places.up, &mut a.up)] {
-            let weight = Matrix::new(&self.parameters[place.clone()], i, h).transposed();
+            let weight = Matrix::new(self.parameters.part(place.clone()), i, h).transposed();
             device.gemm(
-                MatrixMut::new(&mut out[wide.clone()], r, i),
+                MatrixMut::new(out.part_mut(wide.clone()), r, i),
                 x,
                 weight,
                 1.0,
@@ -297,19 +313,19 @@ impl<D: Device> Pass<'_, D> {
             );
         }
         device.swiglu(
-            &a.gate[wide.clone()],
-            &a.up[wide.clone()],
-            &mut a.product[wide.clone()],
+            a.gate.part(wide.clone()),
+            a.up.part(wide.clone()),
+            a.product.part_mut(wide.clone()),
         );
-        a.output[rows.clone()].copy_from_slice(&a.middle[rows.clone()]);
-        let weight = Matrix::new(&self.parameters[places.down.clone()], h, i).transposed();
-        let output = MatrixMut::new(&mut a.output[rows.clone()], r, h);
-        device.gemm(output, Matrix::new(&a.product[wide], r, i), weight, 1.0, true);
-        let norm = &self.parameters[places.norm.clone()];
+        device.assign(a.output.part_mut(rows.clone()), a.middle.part(rows.clone()));
+        let weight = Matrix::new(self.parameters.part(places.down.clone()), h, i).transposed();
+        let output = MatrixMut::new(a.output.part_mut(rows.clone()), r, h);
+        device.gemm(output, Matrix::new(a.product.part(wide), r, i), weight, 1.0, true);
+        let norm = self.parameters.part(places.norm.clone());
         let (x, y) = (
-            Matrix::new(&a.output[rows.clone()], r, h),
-            MatrixMut::new(&mut a.head_input[rows], r, h),
+            Matrix::new(a.output.part(rows.clone()), r, h),
+            MatrixMut::new(a.head_input.part_mut(rows), r, h),
         );
-        device.rms_norm(x, norm, eps, y, &mut a.output_rstd[one]);
+        device.rms_norm(x, norm, eps, y, a.output_rstd.part_mut(one));
     }
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::error::DraftError;
 use super::spec::DraftSpec;
+use crate::device::{Buffer, Device};
 
 /// The verifier's embedding, final norm and head rows, and the draft's own frozen head; all f32, row-major.
 #[derive(Clone, Debug)]
@@ -55,5 +56,41 @@ impl FrozenWeights {
             self.lm_head = Arc::clone(&self.verifier_head);
         }
         Ok(())
+    }
+}
+
+/// [`FrozenWeights`] where a device computes with them.
+#[derive(Debug)]
+pub(super) struct PlacedWeights {
+    pub(super) embed: Buffer,
+    /// None if it is the draft's own head.
+    own_verifier_head: Option<Buffer>,
+    pub(super) verifier_norm: Buffer,
+    pub(super) verifier_norm_eps: f32,
+    pub(super) lm_head: Buffer,
+}
+
+impl PlacedWeights {
+    /// Weights that fit.
+    pub(super) fn new(weights: FrozenWeights, device: &impl Device) -> Self {
+        let place = |weights: Arc<[f32]>, name| device.place(Buffer::from(weights), name);
+        Self {
+            own_verifier_head: (!weights.heads_are_shared())
+                .then(|| place(Arc::clone(&weights.verifier_head), "verifier_lm_head.weight")),
+            embed: place(weights.embed, "embed_tokens.weight"),
+            verifier_norm: place(weights.verifier_norm, "verifier_norm.weight"),
+            verifier_norm_eps: weights.verifier_norm_eps,
+            lm_head: place(weights.lm_head, "lm_head.weight"),
+        }
+    }
+
+    /// Whether one product gives the logits of targets and drafts.
+    pub(super) fn heads_are_shared(&self) -> bool {
+        self.own_verifier_head.is_none()
+    }
+
+    /// The head of the targets.
+    pub(super) fn verifier_head(&self) -> &Buffer {
+        self.own_verifier_head.as_ref().unwrap_or(&self.lm_head)
     }
 }

@@ -10,7 +10,7 @@ use super::batch::DraftBatch;
 use super::metrics::{PerStep, StepMetrics, TttMetrics};
 use super::model::Pass;
 use super::workspace::{Activations, Deltas, RowPlan};
-use crate::device::{Device, Matrix, MatrixMut, RowLoss, TargetRow};
+use crate::device::{Buffer, Device, FloatsMut, Matrix, MatrixMut, RowLoss, TargetRow};
 
 /// Logits of a block, in elements: 16 MiB.
 const BLOCK_ELEMENTS: usize = 4 << 20;
@@ -23,11 +23,11 @@ const MASK_EPSILON: f64 = 1e-5;
 #[derive(Debug, Default)]
 pub(super) struct HeadBuffers {
     /// Last hidden states of the block's targets.
-    raw: Vec<f32>,
-    rstd: Vec<f32>,
+    raw: Buffer,
+    rstd: Buffer,
     /// What the heads read: targets first, then draft rows.
-    inputs: Vec<f32>,
-    logits: Vec<f32>,
+    inputs: Buffer,
+    logits: Buffer,
     targets: Vec<TargetRow>,
     losses: Vec<RowLoss>,
     rows: Vec<LossRow>,
@@ -84,7 +84,7 @@ impl<D: Device> Pass<'_, D> {
             .map(|step| (self.core.training.step_loss_decay.powi(step as i32) / normaliser[step]) as f32)
             .collect();
         if let Some(deltas) = deltas.as_deref_mut() {
-            deltas.head_input.fill(0.0);
+            self.core.device.fill(deltas.head_input.floats_mut(), 0.0);
         }
         b.draft_top.clear();
         b.draft_top.resize(sizes.stacked(), 0);
@@ -181,15 +181,15 @@ impl<D: Device> Pass<'_, D> {
         );
         b.targets.resize(targets, TargetRow::default());
         b.losses.resize(drafts, RowLoss::default());
-        b.inputs.resize((targets + drafts) * h, 0.0);
-        b.logits.resize((targets + drafts) * v, 0.0);
+        device.fit(&mut b.inputs, "head inputs", (targets + drafts) * h);
+        device.fit(&mut b.logits, "logits", (targets + drafts) * v);
         self.target_inputs(
             &b.target_positions,
             &mut b.raw,
             &mut b.rstd,
-            &mut b.inputs[..targets * h],
+            b.inputs.part_mut(0..targets * h),
         );
-        let draft_inputs = MatrixMut::new(&mut b.inputs[targets * h..], drafts, h);
+        let draft_inputs = MatrixMut::new(b.inputs.tail_mut(targets * h), drafts, h);
         device.gather(
             Matrix::new(&a.head_input, stacked, h),
             &b.stack_rows,
@@ -207,40 +207,40 @@ impl<D: Device> Pass<'_, D> {
                 false,
             );
         } else {
-            let head = Matrix::new(&self.core.frozen.verifier_head, v, h).transposed();
-            let logits = MatrixMut::new(&mut b.logits[..targets * v], targets, v);
+            let head = Matrix::new(self.core.frozen.verifier_head(), v, h).transposed();
+            let logits = MatrixMut::new(b.logits.part_mut(0..targets * v), targets, v);
             device.gemm(
                 logits,
-                Matrix::new(&b.inputs[..targets * h], targets, h),
+                Matrix::new(b.inputs.part(0..targets * h), targets, h),
                 head,
                 1.0,
                 false,
             );
-            let logits = MatrixMut::new(&mut b.logits[targets * v..], drafts, v);
-            let inputs = Matrix::new(&b.inputs[targets * h..], drafts, h);
+            let logits = MatrixMut::new(b.logits.tail_mut(targets * v), drafts, v);
+            let inputs = Matrix::new(b.inputs.tail(targets * h), drafts, h);
             device.gemm(logits, inputs, lm_head.transposed(), 1.0, false);
         }
-        let (target_logits, draft_logits) = b.logits.split_at_mut(targets * v);
-        device.softmax_targets(MatrixMut::new(target_logits, targets, v), &mut b.targets);
+        let (mut target_logits, mut draft_logits) = b.logits.floats_mut().split_at(targets * v);
+        device.softmax_targets(MatrixMut::new(&mut target_logits, targets, v), &mut b.targets);
         device.kl_divergence(
-            MatrixMut::new(draft_logits, drafts, v),
-            Matrix::new(target_logits, targets, v),
+            MatrixMut::new(&mut draft_logits, drafts, v),
+            Matrix::new(&target_logits, targets, v),
             &b.targets,
             &b.target_of,
             &b.coefficients,
             &mut b.losses,
         );
         if let Some(deltas) = deltas {
-            let inputs = &mut b.inputs[targets * h..];
+            let mut inputs = b.inputs.floats_mut().split_at(targets * h).1;
             device.gemm(
-                MatrixMut::new(inputs, drafts, h),
-                Matrix::new(draft_logits, drafts, v),
+                MatrixMut::new(&mut inputs, drafts, h),
+                Matrix::new(&draft_logits, drafts, v),
                 lm_head,
                 1.0,
                 false,
             );
             let all = MatrixMut::new(&mut deltas.head_input, stacked, h);
-            device.scatter_add(Matrix::new(inputs, drafts, h), &b.stack_rows, all);
+            device.scatter_add(Matrix::new(&inputs, drafts, h), &b.stack_rows, all);
         }
     }
 
@@ -248,20 +248,26 @@ impl<D: Device> Pass<'_, D> {
     pub(super) fn target_inputs(
         &self,
         positions: &[u32],
-        raw: &mut Vec<f32>,
-        rstd: &mut Vec<f32>,
-        out: &mut [f32],
+        raw: &mut Buffer,
+        rstd: &mut Buffer,
+        out: FloatsMut<'_>,
     ) {
         let (device, h, n) = (&*self.core.device, self.core.spec.hidden_size, positions.len());
-        raw.resize(n * h, 0.0);
-        rstd.resize(n, 0.0);
-        let all = Matrix::new(&self.batch.last_hidden, self.batch.len(), h);
-        device.gather(all, positions, MatrixMut::new(raw, n, h));
+        device.fit(raw, "last hidden states of targets", n * h);
+        device.fit(rstd, "norms of targets", n);
+        let all = Matrix::new(self.last_hidden, self.batch.len(), h);
+        device.gather(all, positions, MatrixMut::new(&mut *raw, n, h));
         let (norm, eps) = (
-            &self.core.frozen.verifier_norm,
+            self.core.frozen.verifier_norm.floats(),
             self.core.frozen.verifier_norm_eps,
         );
-        device.rms_norm(Matrix::new(raw, n, h), norm, eps, MatrixMut::new(out, n, h), rstd);
+        device.rms_norm(
+            Matrix::new(&*raw, n, h),
+            norm,
+            eps,
+            MatrixMut::new(out, n, h),
+            rstd.floats_mut(),
+        );
     }
 
     /// Arg-max of every draft row, `[S·R]`.
@@ -274,15 +280,15 @@ impl<D: Device> Pass<'_, D> {
         let stacked = self.plan.sizes.stacked();
         b.draft_top.resize(stacked, 0);
         let limit = block_rows(v);
-        b.logits.resize(limit.min(stacked) * v, 0.0);
+        device.fit(&mut b.logits, "logits", limit.min(stacked) * v);
         let head = Matrix::new(&self.core.frozen.lm_head, v, h).transposed();
         for first in (0..stacked).step_by(limit) {
             let rows = limit.min(stacked - first);
-            let logits = &mut b.logits[..rows * v];
-            let inputs = Matrix::new(&a.head_input[first * h..][..rows * h], rows, h);
-            device.gemm(MatrixMut::new(logits, rows, v), inputs, head, 1.0, false);
+            let mut logits = b.logits.part_mut(0..rows * v);
+            let inputs = Matrix::new(a.head_input.part(first * h..(first + rows) * h), rows, h);
+            device.gemm(MatrixMut::new(&mut logits, rows, v), inputs, head, 1.0, false);
             device.argmax(
-                Matrix::new(logits, rows, v),
+                Matrix::new(&logits, rows, v),
                 &mut b.draft_top[first..first + rows],
             );
         }

@@ -8,13 +8,13 @@ use smallvec::smallvec;
 use super::acceptance::Acceptance;
 use super::batch::DraftBatch;
 use super::error::DraftError;
-use super::frozen::FrozenWeights;
+use super::frozen::{FrozenWeights, PlacedWeights};
 use super::head::HeadBuffers;
 use super::layout::{ParameterLayout, Places};
 use super::metrics::{StepMetrics, TttMetrics};
 use super::spec::DraftSpec;
 use super::workspace::{Activations, Deltas, RowPlan, Sizes, Wanted};
-use crate::device::{AttentionShape, Device, RotaryTable};
+use crate::device::{AttentionShape, Buffer, Device, Floats, FloatsMut, RotaryTable};
 
 /// How a draft is trained, apart from the optimizer.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -30,7 +30,7 @@ pub struct TrainingSpec {
 pub(super) struct Core<D> {
     pub(super) spec: DraftSpec,
     pub(super) training: TrainingSpec,
-    pub(super) frozen: FrozenWeights,
+    pub(super) frozen: PlacedWeights,
     pub(super) device: Arc<D>,
     pub(super) layout: ParameterLayout,
 }
@@ -39,8 +39,12 @@ pub(super) struct Core<D> {
 #[derive(Debug)]
 pub(super) struct Pass<'a, D> {
     pub(super) core: &'a Core<D>,
-    pub(super) parameters: &'a [f32],
+    pub(super) parameters: Floats<'a>,
     pub(super) batch: &'a DraftBatch,
+    /// The batch's aux states, `[T, k·H]`, where the device computes with them.
+    pub(super) hidden: Floats<'a>,
+    /// Its last hidden states, `[T, H]`, likewise.
+    pub(super) last_hidden: Floats<'a>,
     pub(super) plan: &'a RowPlan,
     pub(super) rotary: &'a RotaryTable,
 }
@@ -61,6 +65,24 @@ pub struct Draft<D> {
     pub(super) activations: Activations,
     deltas: Deltas,
     pub(super) head: HeadBuffers,
+    pub(super) inputs: InputBuffers,
+}
+
+/// Room for a batch on a device that does not compute where batches arrive.
+#[derive(Debug, Default)]
+pub(super) struct InputBuffers {
+    hidden: Buffer,
+    last_hidden: Buffer,
+}
+
+impl InputBuffers {
+    /// The batch's aux states and its last hidden states, where the device computes with them.
+    pub(super) fn lend<'a>(&'a mut self, device: &impl Device, batch: &'a DraftBatch) -> [Floats<'a>; 2] {
+        [
+            device.lend(&batch.hidden, &mut self.hidden, "aux hidden states"),
+            device.lend(&batch.last_hidden, &mut self.last_hidden, "last hidden states"),
+        ]
+    }
 }
 
 impl<D: Device> Core<D> {
@@ -74,7 +96,7 @@ impl<D: Device> Core<D> {
         }
     }
 
-    pub(super) fn check(&self, parameters: &[f32], batch: &DraftBatch) -> Result<(), DraftError> {
+    pub(super) fn check(&self, parameters: Floats<'_>, batch: &DraftBatch) -> Result<(), DraftError> {
         let expected = self.layout.len();
         if parameters.len() != expected {
             return Err(DraftError::Length {
@@ -150,7 +172,7 @@ impl<D: Device> Draft<D> {
             core: Core {
                 spec,
                 training,
-                frozen,
+                frozen: PlacedWeights::new(frozen, &*device),
                 device,
                 layout,
             },
@@ -159,6 +181,7 @@ impl<D: Device> Draft<D> {
             activations: Activations::default(),
             deltas: Deltas::default(),
             head: HeadBuffers::default(),
+            inputs: InputBuffers::default(),
         })
     }
 
@@ -176,11 +199,11 @@ impl<D: Device> Draft<D> {
     ///
     /// # Errors
     /// If a vector or the row does not fit the draft.
-    pub fn gradient(
+    pub fn gradient<'a>(
         &mut self,
-        parameters: &[f32],
+        parameters: impl Into<Floats<'a>>,
         batch: &DraftBatch,
-        gradient: &mut [f32],
+        gradient: impl Into<FloatsMut<'a>>,
     ) -> Result<StepMetrics, DraftError> {
         self.gradient_with(parameters, batch, gradient, |_, _| ())
     }
@@ -190,13 +213,14 @@ impl<D: Device> Draft<D> {
     ///
     /// # Errors
     /// As [`Self::gradient`].
-    pub fn gradient_with(
+    pub fn gradient_with<'a>(
         &mut self,
-        parameters: &[f32],
+        parameters: impl Into<Floats<'a>>,
         batch: &DraftBatch,
-        gradient: &mut [f32],
-        mut on_final: impl FnMut(Range<usize>, &[f32]) + Send,
+        gradient: impl Into<FloatsMut<'a>>,
+        mut on_final: impl FnMut(Range<usize>, Floats<'_>) + Send,
     ) -> Result<StepMetrics, DraftError> {
+        let (parameters, mut gradient) = (parameters.into(), gradient.into());
         self.core.check(parameters, batch)?;
         let expected = self.core.layout.len();
         if gradient.len() != expected {
@@ -209,14 +233,15 @@ impl<D: Device> Draft<D> {
         self.prepare(batch, Wanted::Trained);
         let steps = self.core.training.ttt_steps;
         if self.plan.active.is_empty() {
-            gradient.fill(0.0);
-            on_final(0..expected, gradient);
+            self.core.device.fill(gradient.reborrow(), 0.0);
+            on_final(0..expected, gradient.floats());
             return Ok(StepMetrics {
                 steps: smallvec![TttMetrics::default(); steps],
                 ..StepMetrics::default()
             });
         }
-        self.deltas.fit(&self.plan.sizes, &self.core.spec);
+        self.deltas
+            .fit(&*self.core.device, &self.plan.sizes, &self.core.spec);
         let Self {
             core,
             rotary,
@@ -224,11 +249,15 @@ impl<D: Device> Draft<D> {
             activations,
             deltas,
             head,
+            inputs,
         } = self;
+        let [hidden, last_hidden] = inputs.lend(&*core.device, batch);
         let pass = Pass {
             core,
             parameters,
             batch,
+            hidden,
+            last_hidden,
             plan,
             rotary,
         };
@@ -244,7 +273,12 @@ impl<D: Device> Draft<D> {
     ///
     /// # Errors
     /// If a vector or the row does not fit the draft.
-    pub fn loss(&mut self, parameters: &[f32], batch: &DraftBatch) -> Result<StepMetrics, DraftError> {
+    pub fn loss<'a>(
+        &mut self,
+        parameters: impl Into<Floats<'a>>,
+        batch: &DraftBatch,
+    ) -> Result<StepMetrics, DraftError> {
+        let parameters = parameters.into();
         self.core.check(parameters, batch)?;
         self.prepare(batch, Wanted::Trained);
         let Self {
@@ -253,12 +287,16 @@ impl<D: Device> Draft<D> {
             plan,
             activations,
             head,
+            inputs,
             ..
         } = self;
+        let [hidden, last_hidden] = inputs.lend(&*core.device, batch);
         let pass = Pass {
             core,
             parameters,
             batch,
+            hidden,
+            last_hidden,
             plan,
             rotary,
         };
@@ -275,12 +313,13 @@ impl<D: Device> Draft<D> {
     ///
     /// # Errors
     /// If a vector, the mapping or the row does not fit the draft.
-    pub fn evaluate(
+    pub fn evaluate<'a>(
         &mut self,
-        parameters: &[f32],
+        parameters: impl Into<Floats<'a>>,
         batch: &DraftBatch,
         draft_to_target: &[u32],
     ) -> Result<Acceptance, DraftError> {
+        let parameters = parameters.into();
         self.core.check(parameters, batch)?;
         if draft_to_target.len() != self.core.spec.draft_vocab_size {
             let (found, expected) = (draft_to_target.len(), self.core.spec.draft_vocab_size);
@@ -295,8 +334,10 @@ impl<D: Device> Draft<D> {
             plan,
             activations,
             head,
+            inputs,
             ..
         } = self;
+        let [hidden, last_hidden] = inputs.lend(&*core.device, batch);
         let mut acceptance = Acceptance::new(core.training.ttt_steps);
         if plan.active.is_empty() {
             return Ok(acceptance);
@@ -305,6 +346,8 @@ impl<D: Device> Draft<D> {
             core,
             parameters,
             batch,
+            hidden,
+            last_hidden,
             plan,
             rotary,
         };
@@ -331,8 +374,9 @@ impl<D: Device> Draft<D> {
             .map_or(0, |&last| last as usize + 1)
             + steps;
         if self.rotary.positions() < positions {
-            self.rotary = RotaryTable::new(&spec.rope, positions.next_power_of_two());
+            let table = RotaryTable::new(&spec.rope, positions.next_power_of_two());
+            self.rotary = table.on(&*self.core.device);
         }
-        self.activations.fit(&self.plan.sizes, spec);
+        self.activations.fit(&*self.core.device, &self.plan.sizes, spec);
     }
 }

@@ -4,7 +4,7 @@ use super::batch::DraftBatch;
 use super::error::DraftError;
 use super::model::{Draft, Pass};
 use super::workspace::Wanted;
-use crate::device::{Device, Matrix, MatrixMut};
+use crate::device::{Buffer, Device, Floats, Matrix, MatrixMut};
 
 /// Every value of a forward pass that another trainer can be compared by. All positions are computed, trained or not.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,21 +35,30 @@ impl<D: Device> Draft<D> {
     ///
     /// # Errors
     /// If a vector or the row does not fit the draft.
-    pub fn trace(&mut self, parameters: &[f32], batch: &DraftBatch) -> Result<DraftTrace, DraftError> {
+    pub fn trace<'a>(
+        &mut self,
+        parameters: impl Into<Floats<'a>>,
+        batch: &DraftBatch,
+    ) -> Result<DraftTrace, DraftError> {
+        let parameters = parameters.into();
         self.core.check(parameters, batch)?;
         self.prepare(batch, Wanted::All);
         let (core, a, sizes) = (&self.core, &mut self.activations, self.plan.sizes);
+        let [hidden, last_hidden] = self.inputs.lend(&*core.device, batch);
         let pass = Pass {
             core,
             parameters,
             batch,
+            hidden,
+            last_hidden,
             plan: &self.plan,
             rotary: &self.rotary,
         };
         pass.forward(a);
         let (n, h, v) = (sizes.positions, core.spec.hidden_size, core.spec.draft_vocab_size);
-        let logits = |inputs: &[f32], head: &[f32]| {
-            let mut logits = vec![0.0; n * v];
+        let logits = |inputs: Floats<'_>, head: &Buffer| {
+            let mut logits = Buffer::default();
+            core.device.fit(&mut logits, "logits", n * v);
             let head = Matrix::new(head, v, h).transposed();
             core.device.gemm(
                 MatrixMut::new(&mut logits, n, v),
@@ -60,22 +69,26 @@ impl<D: Device> Draft<D> {
             );
             logits
         };
-        let mut inputs = vec![0.0; n * h];
-        pass.target_inputs(&self.plan.active, &mut Vec::new(), &mut Vec::new(), &mut inputs);
-        let targets = logits(&inputs, &core.frozen.verifier_head);
+        let mut inputs = Buffer::default();
+        core.device.fit(&mut inputs, "head inputs", n * h);
+        let (mut raw, mut rstd) = (Buffer::default(), Buffer::default());
+        pass.target_inputs(&self.plan.active, &mut raw, &mut rstd, inputs.floats_mut());
+        let targets = core
+            .device
+            .read(logits(inputs.floats(), core.frozen.verifier_head()).floats());
         let steps = (0..sizes.steps).map(|step| {
-            let head_input = a.head_input[sizes.of_step(step, h)].to_vec();
-            let logits = logits(&head_input, &core.frozen.lm_head);
+            let head_input = a.head_input.part(sizes.of_step(step, h));
+            let logits = logits(head_input, &core.frozen.lm_head);
             let mut draft_ids = vec![0; n];
             core.device.argmax(Matrix::new(&logits, n, v), &mut draft_ids);
             TttTrace {
-                head_input,
-                logits,
+                head_input: core.device.read(head_input),
+                logits: core.device.read(logits.floats()),
                 draft_ids,
             }
         });
         Ok(DraftTrace {
-            fc_output: a.fc_output.clone(),
+            fc_output: core.device.read(a.fc_output.floats()),
             targets,
             steps: steps.collect(),
         })

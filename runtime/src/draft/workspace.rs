@@ -6,7 +6,7 @@
 
 use super::batch::DraftBatch;
 use super::spec::{DraftSpec, LayerKind};
-use crate::device::AttentionPlan;
+use crate::device::{AttentionPlan, Buffer, Device};
 
 /// Which positions a pass unrolls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -142,13 +142,13 @@ macro_rules! buffers {
         $(#[$doc])*
         #[derive(Debug, Default)]
         pub(super) struct $name {
-            $($(#[$field_doc])* pub(super) $field: Vec<f32>,)*
+            $($(#[$field_doc])* pub(super) $field: Buffer,)*
         }
 
         impl $name {
             /// Gives every buffer its length; contents are what was left in them.
-            pub(super) fn fit(&mut self, $sizes: &Sizes, $spec: &DraftSpec) {
-                $(self.$field.resize($size, 0.0);)*
+            pub(super) fn fit(&mut self, device: &impl Device, $sizes: &Sizes, $spec: &DraftSpec) {
+                $(device.fit(&mut self.$field, concat!(stringify!($name), ".", stringify!($field)), $size);)*
             }
 
             /// Elements of all buffers together, once they have that length.

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::device::{AdamWUpdate, Device};
+use crate::device::{AdamWUpdate, Buffer, Device, Floats, FloatsMut};
 
 /// Added to the gradient's norm when it is clipped, as `torch.nn.utils.clip_grad_norm_` does.
 const CLIP_EPSILON: f64 = 1e-6;
@@ -35,16 +35,16 @@ impl Default for AdamWSpec {
 }
 
 /// AdamW and its moments.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Debug)]
 pub struct AdamW {
     /// Settings.
     pub spec: AdamWSpec,
     /// Updates done.
     pub updates: u64,
     /// First moment, `[parameters]`.
-    pub m: Vec<f32>,
+    pub m: Buffer,
     /// Second moment, `[parameters]`.
-    pub v: Vec<f32>,
+    pub v: Buffer,
 }
 
 /// Vectors of an update differ in length.
@@ -67,12 +67,18 @@ pub struct UpdateReport {
 
 impl AdamW {
     /// Moments of zero for this many parameters.
-    pub fn new(spec: AdamWSpec, parameters: usize) -> Self {
+    pub fn new(spec: AdamWSpec, device: &impl Device, parameters: usize) -> Self {
+        let zeros = |name| {
+            let mut moment = Buffer::default();
+            device.fit(&mut moment, name, parameters);
+            device.fill(moment.floats_mut(), 0.0);
+            moment
+        };
         Self {
             spec,
             updates: 0,
-            m: vec![0.0; parameters],
-            v: vec![0.0; parameters],
+            m: zeros("first moments"),
+            v: zeros("second moments"),
         }
     }
 
@@ -81,13 +87,14 @@ impl AdamW {
     ///
     /// # Errors
     /// If a vector has the wrong length; nothing is changed then.
-    pub fn update(
+    pub fn update<'a>(
         &mut self,
         device: &impl Device,
-        parameters: &mut [f32],
-        gradient: &[f32],
+        parameters: impl Into<FloatsMut<'a>>,
+        gradient: impl Into<Floats<'a>>,
         learning_rate: f64,
     ) -> Result<UpdateReport, LengthError> {
+        let (parameters, gradient) = (parameters.into(), gradient.into());
         let expected = self.m.len();
         let lengths = [
             ("parameter vector", parameters.len()),
@@ -119,7 +126,13 @@ impl AdamW {
             number: self.updates,
             gradient_scale,
         };
-        device.adamw(&update, parameters, &mut self.m, &mut self.v, gradient);
+        device.adamw(
+            &update,
+            parameters,
+            self.m.floats_mut(),
+            self.v.floats_mut(),
+            gradient,
+        );
         Ok(UpdateReport {
             gradient_norm,
             gradient_scale,
@@ -127,8 +140,8 @@ impl AdamW {
     }
 
     /// Norm of a gradient, summed in f64 and in fixed order.
-    pub fn gradient_norm(device: &impl Device, gradient: &[f32]) -> f64 {
-        device.sum_of_squares(gradient).sqrt()
+    pub fn gradient_norm<'a>(device: &impl Device, gradient: impl Into<Floats<'a>>) -> f64 {
+        device.sum_of_squares(gradient.into()).sqrt()
     }
 }
 
@@ -140,8 +153,8 @@ mod tests {
     #[test]
     fn a_long_gradient_is_clipped_and_a_short_one_is_not() {
         let device = Cpu::new(1).expect("a thread");
-        let mut optimizer = AdamW::new(AdamWSpec::default(), 2);
-        let mut parameters = [1.0, -1.0];
+        let mut optimizer = AdamW::new(AdamWSpec::default(), &device, 2);
+        let mut parameters = [1.0f32, -1.0];
         let report = optimizer
             .update(&device, &mut parameters, &[3.0, 4.0], 0.1)
             .expect("lengths fit");
@@ -162,8 +175,7 @@ mod tests {
     #[test]
     fn a_wrong_length_changes_nothing() {
         let device = Cpu::new(1).expect("a thread");
-        let mut optimizer = AdamW::new(AdamWSpec::default(), 2);
-        let before = optimizer.clone();
+        let mut optimizer = AdamW::new(AdamWSpec::default(), &device, 2);
         let error = optimizer
             .update(&device, &mut [1.0, 2.0], &[1.0], 0.1)
             .expect_err("too short");
@@ -171,6 +183,7 @@ mod tests {
             error.to_string(),
             "gradient has 1 elements where the optimizer has 2"
         );
-        assert_eq!(optimizer, before);
+        let moments = [&optimizer.m, &optimizer.v].map(|moment| device.read(moment.floats()));
+        assert_eq!((optimizer.updates, moments), (0, [vec![0.0; 2], vec![0.0; 2]]));
     }
 }

@@ -152,15 +152,7 @@ impl<B: AsMut<[u8]>> HiddenStates<B> {
     /// Writes one state of one token, rounding to the element type.
     pub fn set(&mut self, token: usize, state: usize, values: &[f32]) {
         let range = self.range(token, state);
-        let bytes = &mut self.bytes.as_mut()[range];
-        match self.dtype {
-            HiddenDtype::F32 => bytes.copy_from_slice(bytemuck::cast_slice(values)),
-            HiddenDtype::Bf16 => {
-                for (out, &value) in bytes.chunks_exact_mut(2).zip(values) {
-                    out.copy_from_slice(&bf16::from_f32(value).to_le_bytes());
-                }
-            }
-        }
+        self.dtype.write(values, &mut self.bytes.as_mut()[range]);
     }
 }
 

@@ -3,11 +3,14 @@
 use std::ops::Range;
 
 use super::activations::{Activations, take};
+use super::decoder::place;
 use super::layer_config::{AttentionConfig, GroupedConfig, LatentConfig};
 use super::linear::Linear;
 use super::loader::LayerLoader;
 use super::rotation::Rotations;
-use crate::device::{Attention, AttentionPlan, AttentionShape, Device, Matrix, MatrixMut, Pairing};
+use crate::device::{
+    Attention, AttentionPlan, AttentionShape, Buffer, Device, FloatsMut, Matrix, MatrixMut, Pairing,
+};
 
 /// The attention of one layer, or a slice of its heads.
 pub(super) struct AttentionBlock {
@@ -28,18 +31,18 @@ enum Projections {
         k: Linear,
         v: Linear,
         /// Weights of the norms of a head of queries and of keys.
-        norms: Option<(Vec<f32>, Vec<f32>)>,
+        norms: Option<(Buffer, Buffer)>,
     },
     Latent(Latent),
 }
 
 struct Latent {
     /// Towards the queries' latent, and its norm.
-    query_latent: Option<(Linear, Vec<f32>)>,
+    query_latent: Option<(Linear, Buffer)>,
     queries: Linear,
     /// Towards the latent of keys and values and the rotated part of the keys.
     kv_latent: Linear,
-    kv_norm: Vec<f32>,
+    kv_norm: Buffer,
     keys_and_values: Linear,
     nope_dim: usize,
     rope_dim: usize,
@@ -207,6 +210,30 @@ impl AttentionBlock {
         }
     }
 
+    /// Brings its vectors to where `device` computes.
+    pub(super) fn place(&mut self, device: &impl Device) {
+        match &mut self.projections {
+            Projections::Grouped { q, k, v, norms } => {
+                [q, k, v].into_iter().for_each(|linear| linear.place(device));
+                place(device, norms.iter_mut().flat_map(|(q, k)| [q, k]));
+            }
+            Projections::Latent(latent) => {
+                if let Some((linear, norm)) = &mut latent.query_latent {
+                    linear.place(device);
+                    place(device, [norm]);
+                }
+                let linears = [
+                    &mut latent.queries,
+                    &mut latent.kv_latent,
+                    &mut latent.keys_and_values,
+                ];
+                linears.into_iter().for_each(|linear| linear.place(device));
+                place(device, [&mut latent.kv_norm]);
+            }
+        }
+        self.output.place(device);
+    }
+
     /// Sizes of the slice.
     pub(super) fn shape(&self) -> AttentionShape {
         self.shape
@@ -241,9 +268,9 @@ impl AttentionBlock {
         let Activations {
             q, k, v, raw, rstd, ..
         } = activations;
-        let q = take(q, rows * shape.query_width());
-        let k = take(k, rows * shape.key_width());
-        let v = take(v, rows * shape.value_width());
+        let mut q = take(device, q, "q", rows * shape.query_width());
+        let mut k = take(device, k, "k", rows * shape.key_width());
+        let mut v = take(device, v, "v", rows * shape.value_width());
         match &self.projections {
             Projections::Grouped {
                 q: queries,
@@ -251,23 +278,26 @@ impl AttentionBlock {
                 v: values,
                 norms,
             } => {
-                values.apply(device, input, v, false);
-                let places = [(queries, q, shape.heads), (keys, k, shape.kv_heads)];
+                values.apply(device, input, v.reborrow(), false);
+                let places = [
+                    (queries, q.reborrow(), shape.heads),
+                    (keys, k.reborrow(), shape.kv_heads),
+                ];
                 for (which, (linear, out, heads)) in places.into_iter().enumerate() {
                     let Some((query_norm, key_norm)) = norms else {
                         linear.apply(device, input, out, false);
                         continue;
                     };
                     let (heads, dim) = (rows * heads, shape.head_dim);
-                    let raw = take(raw, heads * dim);
-                    linear.apply(device, input, raw, false);
+                    let mut raw = take(device, raw, "raw", heads * dim);
+                    linear.apply(device, input, raw.reborrow(), false);
                     let weight = if which == 0 { query_norm } else { key_norm };
                     device.rms_norm(
-                        Matrix::new(raw, heads, dim),
-                        weight,
+                        Matrix::new(&raw, heads, dim),
+                        weight.floats(),
                         eps,
                         MatrixMut::new(out, heads, dim),
-                        take(rstd, heads),
+                        take(device, rstd, "rstd", heads),
                     );
                 }
             }
@@ -286,14 +316,14 @@ impl AttentionBlock {
             rotations.rotate(
                 device,
                 index,
-                &mut activations.q[..rows * shape.query_width()],
+                activations.q.part_mut(0..rows * shape.query_width()),
                 shape.head_dim,
                 positions,
             );
             rotations.rotate(
                 device,
                 index,
-                &mut activations.k[..rows * shape.key_width()],
+                activations.k.part_mut(0..rows * shape.key_width()),
                 shape.head_dim,
                 positions,
             );
@@ -313,47 +343,62 @@ impl Latent {
         shape: AttentionShape,
         input: Matrix<'_>,
         eps: f32,
-        [q, k, v]: [&mut [f32]; 3],
-        [raw, rstd, latent]: [&mut Vec<f32>; 3],
+        [mut q, mut k, mut v]: [FloatsMut<'_>; 3],
+        [raw, rstd, latent]: [&mut Buffer; 3],
     ) {
         let rows = input.rows();
-        let rstd = take(rstd, rows);
+        let mut rstd = take(device, rstd, "rstd", rows);
         match &self.query_latent {
             Some((linear, weight)) => {
                 let rank = linear.outputs();
-                let raw = take(raw, rows * rank);
-                linear.apply(device, input, raw, false);
-                let normed = take(latent, rows * rank);
-                let (x, y) = (Matrix::new(raw, rows, rank), MatrixMut::new(normed, rows, rank));
-                device.rms_norm(x, weight, eps, y, rstd);
+                let mut raw = take(device, raw, "raw", rows * rank);
+                linear.apply(device, input, raw.reborrow(), false);
+                let mut normed = take(device, latent, "latent", rows * rank);
+                let (x, y) = (
+                    Matrix::new(&raw, rows, rank),
+                    MatrixMut::new(&mut normed, rows, rank),
+                );
+                device.rms_norm(x, weight.floats(), eps, y, rstd.reborrow());
                 self.queries
-                    .apply(device, Matrix::new(normed, rows, rank), q, false);
+                    .apply(device, Matrix::new(&normed, rows, rank), q.reborrow(), false);
             }
-            None => self.queries.apply(device, input, q, false),
+            None => self.queries.apply(device, input, q.reborrow(), false),
         }
         let (rank, width) = (self.kv_norm.len(), self.kv_latent.outputs());
         let (value_dim, kv_width) = (shape.value_dim, self.keys_and_values.outputs());
-        let buffer = take(raw, rows * (width + kv_width));
-        let (compressed, expanded) = buffer.split_at_mut(rows * width);
-        self.kv_latent.apply(device, input, compressed, false);
-        let normed = take(latent, rows * rank);
-        let x = Matrix::strided(compressed, rows, rank, width);
-        device.rms_norm(x, &self.kv_norm, eps, MatrixMut::new(normed, rows, rank), rstd);
-        self.keys_and_values
-            .apply(device, Matrix::new(normed, rows, rank), expanded, false);
+        let buffer = take(device, raw, "raw", rows * (width + kv_width));
+        let (mut compressed, mut expanded) = buffer.split_at(rows * width);
+        self.kv_latent.apply(device, input, compressed.reborrow(), false);
+        let mut normed = take(device, latent, "latent", rows * rank);
+        let x = Matrix::strided(&compressed, rows, rank, width);
+        device.rms_norm(
+            x,
+            self.kv_norm.floats(),
+            eps,
+            MatrixMut::new(&mut normed, rows, rank),
+            rstd,
+        );
+        self.keys_and_values.apply(
+            device,
+            Matrix::new(&normed, rows, rank),
+            expanded.reborrow(),
+            false,
+        );
         let head_width = self.nope_dim + value_dim;
         let (key_width, value_width) = (shape.key_width(), shape.value_width());
         for head in 0..shape.heads {
-            let from = |start: usize, cols: usize| Matrix::strided(&expanded[start..], rows, cols, kv_width);
-            let key = &mut k[head * shape.head_dim..];
-            let nope = MatrixMut::strided(key, rows, self.nope_dim, key_width);
+            let from = |start: usize, cols: usize| {
+                Matrix::strided(expanded.floats().tail(start), rows, cols, kv_width)
+            };
+            let mut key = k.tail_mut(head * shape.head_dim);
+            let nope = MatrixMut::strided(&mut key, rows, self.nope_dim, key_width);
             device.copy(from(head * head_width, self.nope_dim), nope);
-            let rope = MatrixMut::strided(&mut key[self.nope_dim..], rows, self.rope_dim, key_width);
+            let rope = MatrixMut::strided(key.tail_mut(self.nope_dim), rows, self.rope_dim, key_width);
             device.copy(
-                Matrix::strided(&compressed[rank..], rows, self.rope_dim, width),
+                Matrix::strided(compressed.floats().tail(rank), rows, self.rope_dim, width),
                 rope,
             );
-            let value = MatrixMut::strided(&mut v[head * value_dim..], rows, value_dim, value_width);
+            let value = MatrixMut::strided(v.tail_mut(head * value_dim), rows, value_dim, value_width);
             device.copy(from(head * head_width + self.nope_dim, value_dim), value);
         }
     }

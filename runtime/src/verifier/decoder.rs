@@ -14,18 +14,18 @@ use super::mlp::MlpBlock;
 use super::rotation::Rotations;
 use super::shard::{Interrupted, Peers, Shard};
 use super::{VerifierConfig, VerifierFiles};
-use crate::device::{Device, Matrix, MatrixMut};
+use crate::device::{Buffer, Device, Floats, FloatsMut, Matrix, MatrixMut};
 
 /// Weights of one layer.
 struct Layer {
-    input_norm: Vec<f32>,
+    input_norm: Buffer,
     attention: AttentionBlock,
     /// Norm of what attention adds, in families that have one.
-    attention_norm: Option<Vec<f32>>,
-    mlp_norm: Vec<f32>,
+    attention_norm: Option<Buffer>,
+    mlp_norm: Buffer,
     mlp: MlpBlock,
     /// Norm of what the MLP adds.
-    output_norm: Option<Vec<f32>>,
+    output_norm: Option<Buffer>,
 }
 
 impl Layer {
@@ -61,15 +61,15 @@ pub(super) struct Attending<'a> {
     /// The layer's attention.
     pub(super) block: &'a AttentionBlock,
     /// `[tokens, heads · head_dim]`.
-    pub(super) q: &'a [f32],
+    pub(super) q: Floats<'a>,
     /// `[tokens, kv_heads · head_dim]`.
-    pub(super) k: &'a [f32],
+    pub(super) k: Floats<'a>,
     /// `[tokens, kv_heads · value_dim]`.
-    pub(super) v: &'a [f32],
+    pub(super) v: Floats<'a>,
     /// `[tokens, heads · value_dim]`, to be written.
-    pub(super) out: &'a mut [f32],
+    pub(super) out: FloatsMut<'a>,
     /// `[tokens, heads]`, scratch.
-    pub(super) lse: &'a mut [f32],
+    pub(super) lse: FloatsMut<'a>,
 }
 
 /// Rows of the embedding or head that one slice holds.
@@ -80,7 +80,7 @@ struct VocabularyPart {
 
 /// What comes after the last layer.
 struct Head {
-    norm: Vec<f32>,
+    norm: Buffer,
     part: VocabularyPart,
 }
 
@@ -122,7 +122,7 @@ impl Decoder {
         let decoder = Self {
             embedding: shard.is_first().then(|| vocabulary(&embedding_name)),
             head: shard.is_last().then(|| Head {
-                norm: loader.norm(&loader.names().final_norm(), hidden),
+                norm: loader.norm(&loader.names().final_norm(), hidden).into(),
                 part: match config.tied_embeddings {
                     true => vocabulary(&embedding_name),
                     false => vocabulary(loader.names().head()),
@@ -143,6 +143,28 @@ impl Decoder {
             decoder,
             needs,
             problems,
+        }
+    }
+
+    /// Brings the vectors of all layers to where `device` computes.
+    pub(super) fn place(&mut self, device: &impl Device) {
+        for layer in &mut self.layers {
+            let Layer {
+                input_norm,
+                attention,
+                attention_norm,
+                mlp_norm,
+                mlp,
+                output_norm,
+            } = layer;
+            place(device, [input_norm, mlp_norm]);
+            place(device, attention_norm.iter_mut().chain(output_norm));
+            attention.place(device);
+            mlp.place(device);
+        }
+        if let Some(head) = &mut self.head {
+            place(device, [&mut head.norm]);
+            head.part.linear.place(device);
         }
     }
 
@@ -167,8 +189,8 @@ impl Decoder {
     }
 
     /// Makes sure that positions below `positions` can be rotated.
-    pub(super) fn reach_position(&mut self, positions: usize) {
-        self.rotations.reach(positions);
+    pub(super) fn reach_position(&mut self, device: &impl Device, positions: usize) {
+        self.rotations.reach(device, positions);
     }
 
     /// Runs the layers over `tokens` at `positions`, `[tokens]` each.
@@ -182,17 +204,21 @@ impl Decoder {
         (tokens, positions): (&[u32], &[u32]),
         peers: &mut impl Peers,
         mut attend: impl FnMut(usize, Attending<'_>),
-        mut entering: impl FnMut(u32, &[f32]),
+        mut entering: impl FnMut(u32, Matrix<'_>),
     ) -> Result<(), Interrupted> {
         let (rows, hidden) = (tokens.len(), self.config.hidden_size);
         match &self.embedding {
             Some(embedding) => self.embed(device, activations, embedding, tokens, peers)?,
-            None => peers.take_over(take(&mut activations.residual, rows * hidden))?,
+            None => {
+                let residual = take(device, &mut activations.residual, "residual", rows * hidden);
+                on_host(device, residual, |residual| peers.take_over(residual))?;
+            }
         }
         for (index, layer) in self.layers.iter().enumerate() {
+            let residual = activations.residual.part(0..rows * hidden);
             entering(
                 (self.span.start + index) as u32,
-                &activations.residual[..rows * hidden],
+                Matrix::new(residual, rows, hidden),
             );
             self.attend(device, activations, layer, positions, peers, |attending| {
                 attend(index, attending);
@@ -200,10 +226,12 @@ impl Decoder {
             self.feed_forward(device, activations, layer, rows, peers)?;
         }
         if self.shard.is_last() {
-            entering(self.config.layers as u32, &activations.residual[..rows * hidden]);
+            let residual = activations.residual.part(0..rows * hidden);
+            entering(self.config.layers as u32, Matrix::new(residual, rows, hidden));
             Ok(())
         } else {
-            peers.pass_on(&activations.residual[..rows * hidden])
+            let residual = activations.residual.part_mut(0..rows * hidden);
+            on_host(device, residual, |residual| peers.pass_on(residual))
         }
     }
 
@@ -217,11 +245,11 @@ impl Decoder {
     ) -> Result<(), Interrupted> {
         let (rows, hidden) = (tokens.len(), self.config.hidden_size);
         device.stage("embedding");
-        let residual = take(&mut activations.residual, rows * hidden);
+        let mut residual = take(device, &mut activations.residual, "residual", rows * hidden);
         if self.shard.slices == 1 {
             embedding
                 .linear
-                .gather(device, tokens, MatrixMut::new(residual, rows, hidden));
+                .gather(device, tokens, MatrixMut::new(&mut residual, rows, hidden));
         } else {
             // Every token is in one slice's part; the others add zero to it.
             let own = tokens.iter().enumerate().filter_map(|(row, &token)| {
@@ -229,17 +257,17 @@ impl Decoder {
                 (id < embedding.ids.len()).then_some((row as u32, id as u32))
             });
             let (places, ids): (Vec<u32>, Vec<u32>) = own.unzip();
-            let picked = take(&mut activations.update, ids.len() * hidden);
+            let mut picked = take(device, &mut activations.update, "update", ids.len() * hidden);
             embedding
                 .linear
-                .gather(device, &ids, MatrixMut::new(picked, ids.len(), hidden));
-            residual.fill(0.0);
+                .gather(device, &ids, MatrixMut::new(&mut picked, ids.len(), hidden));
+            device.fill(residual.reborrow(), 0.0);
             device.scatter_add(
-                Matrix::new(picked, ids.len(), hidden),
+                Matrix::new(&picked, ids.len(), hidden),
                 &places,
-                MatrixMut::new(residual, rows, hidden),
+                MatrixMut::new(&mut residual, rows, hidden),
             );
-            peers.sum(residual)?;
+            on_host(device, residual.reborrow(), |residual| peers.sum(residual))?;
         }
         if self.config.embedding_scale != 1.0 {
             device.scale(residual, self.config.embedding_scale);
@@ -261,28 +289,33 @@ impl Decoder {
         self.norm(device, activations, &layer.input_norm, rows);
         let block = &layer.attention;
         let normed = std::mem::take(&mut activations.normed);
-        let input = Matrix::new(&normed[..rows * hidden], rows, hidden);
+        let input = Matrix::new(normed.part(0..rows * hidden), rows, hidden);
         block.project(device, activations, input, eps, &self.rotations, positions);
         activations.normed = normed;
         let shape = block.shape();
-        let attended = take(&mut activations.attended, rows * shape.output_width());
+        let mut attended = take(
+            device,
+            &mut activations.attended,
+            "attended",
+            rows * shape.output_width(),
+        );
         attend(Attending {
             block,
-            q: &activations.q[..rows * shape.query_width()],
-            k: &activations.k[..rows * shape.key_width()],
-            v: &activations.v[..rows * shape.value_width()],
-            out: attended,
-            lse: take(&mut activations.lse, rows * shape.heads),
+            q: activations.q.part(0..rows * shape.query_width()),
+            k: activations.k.part(0..rows * shape.key_width()),
+            v: activations.v.part(0..rows * shape.value_width()),
+            out: attended.reborrow(),
+            lse: take(device, &mut activations.lse, "lse", rows * shape.heads),
         });
-        let input = Matrix::new(attended, rows, shape.output_width());
-        let residual = &mut activations.residual[..rows * hidden];
+        let input = Matrix::new(&attended, rows, shape.output_width());
+        let residual = activations.residual.part_mut(0..rows * hidden);
         if self.adds_at_once(layer.attention_norm.as_ref()) {
             block.output().apply(device, input, residual, true);
             return Ok(());
         }
-        let update = take(&mut activations.update, rows * hidden);
+        let update = take(device, &mut activations.update, "update", rows * hidden);
         block.output().apply(device, input, update, false);
-        self.add_update(device, activations, layer.attention_norm.as_deref(), rows, peers)
+        self.add_update(device, activations, layer.attention_norm.as_ref(), rows, peers)
     }
 
     fn feed_forward(
@@ -303,21 +336,25 @@ impl Decoder {
             update,
             ..
         } = activations;
-        let input = Matrix::new(&normed[..rows * hidden], rows, hidden);
+        let input = Matrix::new(normed.part(0..rows * hidden), rows, hidden);
         if self.adds_at_once(layer.output_norm.as_ref()) {
             layer
                 .mlp
-                .apply(device, mlp, input, &mut residual[..rows * hidden], true);
+                .apply(device, mlp, input, residual.part_mut(0..rows * hidden), true);
             return Ok(());
         }
-        layer
-            .mlp
-            .apply(device, mlp, input, take(update, rows * hidden), false);
-        self.add_update(device, activations, layer.output_norm.as_deref(), rows, peers)
+        layer.mlp.apply(
+            device,
+            mlp,
+            input,
+            take(device, update, "update", rows * hidden),
+            false,
+        );
+        self.add_update(device, activations, layer.output_norm.as_ref(), rows, peers)
     }
 
     /// Whether a product can be added to the residual stream as it is computed.
-    fn adds_at_once(&self, norm: Option<&Vec<f32>>) -> bool {
+    fn adds_at_once(&self, norm: Option<&Buffer>) -> bool {
         self.shard.slices == 1 && norm.is_none()
     }
 
@@ -326,7 +363,7 @@ impl Decoder {
         &self,
         device: &impl Device,
         activations: &mut Activations,
-        norm: Option<&[f32]>,
+        norm: Option<&Buffer>,
         rows: usize,
         peers: &mut impl Peers,
     ) -> Result<(), Interrupted> {
@@ -338,36 +375,41 @@ impl Decoder {
             update,
             ..
         } = activations;
-        let (residual, update) = (&mut residual[..rows * hidden], &mut update[..rows * hidden]);
+        let residual = residual.part_mut(0..rows * hidden);
+        let mut update = update.part_mut(0..rows * hidden);
         if self.shard.slices > 1 {
-            peers.sum(update)?;
+            on_host(device, update.reborrow(), |update| peers.sum(update))?;
         }
         match norm {
             Some(weight) => {
-                let normed = take(normed, rows * hidden);
+                let mut normed = take(device, normed, "normed", rows * hidden);
                 device.rms_norm(
-                    Matrix::new(update, rows, hidden),
-                    weight,
+                    Matrix::new(&update, rows, hidden),
+                    weight.floats(),
                     self.config.rms_norm_eps,
-                    MatrixMut::new(normed, rows, hidden),
-                    take(rstd, rows),
+                    MatrixMut::new(&mut normed, rows, hidden),
+                    take(device, rstd, "rstd", rows),
                 );
-                device.add(residual, normed);
+                device.add(residual, normed.floats());
             }
-            None => device.add(residual, update),
+            None => device.add(residual, update.floats()),
         }
         Ok(())
     }
 
     /// Norms the residual stream.
-    fn norm(&self, device: &impl Device, activations: &mut Activations, weight: &[f32], rows: usize) {
+    fn norm(&self, device: &impl Device, activations: &mut Activations, weight: &Buffer, rows: usize) {
         let hidden = self.config.hidden_size;
         device.rms_norm(
-            Matrix::new(&activations.residual[..rows * hidden], rows, hidden),
-            weight,
+            Matrix::new(activations.residual.part(0..rows * hidden), rows, hidden),
+            weight.floats(),
             self.config.rms_norm_eps,
-            MatrixMut::new(take(&mut activations.normed, rows * hidden), rows, hidden),
-            take(&mut activations.rstd, rows),
+            MatrixMut::new(
+                take(device, &mut activations.normed, "normed", rows * hidden),
+                rows,
+                hidden,
+            ),
+            take(device, &mut activations.rstd, "rstd", rows),
         );
     }
 
@@ -380,8 +422,8 @@ impl Decoder {
         device: &impl Device,
         activations: &mut Activations,
         tokens: &[u32],
-        normed: &mut Vec<f32>,
-        logits: &mut Vec<f32>,
+        normed: &mut Buffer,
+        logits: &mut Buffer,
     ) -> Range<usize> {
         let head = self
             .head
@@ -390,24 +432,45 @@ impl Decoder {
         let (rows, hidden) = (tokens.len(), self.config.hidden_size);
         device.stage("head");
         let passed = activations.residual.len() / hidden;
-        let stream = Matrix::new(&activations.residual[..passed * hidden], passed, hidden);
-        let picked = take(&mut activations.head_input, rows * hidden);
-        device.gather(stream, tokens, MatrixMut::new(picked, rows, hidden));
-        let normed = take(normed, rows * hidden);
+        let stream = Matrix::new(activations.residual.part(0..passed * hidden), passed, hidden);
+        let mut picked = take(device, &mut activations.head_input, "head_input", rows * hidden);
+        device.gather(stream, tokens, MatrixMut::new(&mut picked, rows, hidden));
+        let mut normed = take(device, normed, "normed", rows * hidden);
         device.rms_norm(
-            Matrix::new(picked, rows, hidden),
-            &head.norm,
+            Matrix::new(&picked, rows, hidden),
+            head.norm.floats(),
             self.config.rms_norm_eps,
-            MatrixMut::new(normed, rows, hidden),
-            take(&mut activations.rstd, rows),
+            MatrixMut::new(&mut normed, rows, hidden),
+            take(device, &mut activations.rstd, "rstd", rows),
         );
-        let logits = take(logits, rows * head.part.ids.len());
-        head.part
-            .linear
-            .apply(device, Matrix::new(normed, rows, hidden), logits, false);
+        let mut logits = take(device, logits, "logits", rows * head.part.ids.len());
+        head.part.linear.apply(
+            device,
+            Matrix::new(&normed, rows, hidden),
+            logits.reborrow(),
+            false,
+        );
         if let Some(cap) = self.config.logit_softcap {
             device.softcap(logits, cap);
         }
         head.part.ids.clone()
     }
+}
+
+/// Brings vectors to where `device` computes.
+pub(super) fn place<'a>(device: &impl Device, vectors: impl IntoIterator<Item = &'a mut Buffer>) {
+    for vector in vectors {
+        *vector = device.place(std::mem::take(vector), "vectors of layers");
+    }
+}
+
+/// Lets the host work on floats that may lie on a device: on the spot, or on a copy that is brought back.
+fn on_host<R>(device: &impl Device, mut floats: FloatsMut<'_>, work: impl FnOnce(&mut [f32]) -> R) -> R {
+    if let Some(floats) = floats.host_mut() {
+        return work(floats);
+    }
+    let mut copy = device.read(floats.floats());
+    let result = work(&mut copy);
+    device.assign(floats, Floats::from(&copy));
+    result
 }

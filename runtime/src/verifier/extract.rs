@@ -11,7 +11,7 @@ use super::decoder::{Attending, Decoder};
 use super::shard::{Peers, Shard};
 use super::{VerifierConfig, VerifierError, VerifierFiles};
 use crate::contract::HiddenDtype;
-use crate::device::{AttentionInputs, AttentionPlan, Cpu, Device, Products};
+use crate::device::{AttentionInputs, AttentionPlan, Buffer, Cpu, Device, Floats, Matrix, Products};
 use crate::digest::Digest;
 use crate::row::{HiddenStates, PackedRow};
 use crate::weights::WeightsError;
@@ -47,8 +47,8 @@ pub struct Verifier<D: Device = Cpu> {
     pub(super) files: VerifierFiles,
     pub(super) decoder: Decoder,
     pub(super) activations: Activations,
-    pub(super) normed: Vec<f32>,
-    pub(super) logits: Vec<f32>,
+    pub(super) normed: Buffer,
+    pub(super) logits: Buffer,
     positions: Vec<u32>,
     aux_layers: Vec<u32>,
 }
@@ -86,15 +86,16 @@ impl<D: Device> Verifier<D> {
             Some(ids) => ids,
             None => files.config().default_aux_layers(),
         };
-        let decoder = files.decoder(shard)?;
+        let mut decoder = files.decoder(shard)?;
         check_aux_layers(&aux_layers, files.config().layers)?;
+        decoder.place(&device);
         Ok(Self {
             device,
             decoder,
             files,
             activations: Activations::default(),
-            normed: Vec::new(),
-            logits: Vec::new(),
+            normed: Buffer::default(),
+            logits: Buffer::default(),
             positions: Vec::new(),
             aux_layers,
         })
@@ -225,22 +226,18 @@ impl<D: Device> Verifier<D> {
         if let Some(out) = &out {
             assert_eq!(out.len(), self.captured_bytes(row.len(), dtype));
         }
-        let mut captured = out.map(|bytes| HiddenStates {
-            dtype,
-            states: own.len(),
-            hidden,
-            bytes,
-        });
+        let mut captured = out;
+        let (state_bytes, row_bytes) = (hidden * dtype.bytes(), own.len() * hidden * dtype.bytes());
         let last = self.config().layers as u32;
         let slots: Vec<u32> = self.aux_layers.iter().copied().chain([last]).collect();
-        self.run(row, dtype, peers, |layer, residual| {
+        self.run(row, dtype, peers, |device, layer, residual| {
             let Some(captured) = &mut captured else { return };
             for (state, slot) in own.clone().enumerate() {
                 if slots[slot] != layer {
                     continue;
                 }
-                for (token, values) in residual.chunks_exact(hidden).enumerate() {
-                    captured.set(token, state, values);
+                if let Some(states) = captured.get_mut(state * state_bytes..) {
+                    device.capture(residual, dtype, states, row_bytes);
                 }
             }
         })
@@ -256,8 +253,8 @@ impl<D: Device> Verifier<D> {
         peers: &mut impl Peers,
     ) -> Result<Vec<Vec<f32>>, VerifierError> {
         let mut residuals = Vec::new();
-        self.run(row, HiddenDtype::F32, peers, |_, residual| {
-            residuals.push(residual.to_vec())
+        self.run(row, HiddenDtype::F32, peers, |device, _, residual| {
+            residuals.push(device.read(residual.data))
         })?;
         Ok(residuals)
     }
@@ -271,12 +268,12 @@ impl<D: Device> Verifier<D> {
         row: &PackedRow,
         peers: &mut impl Peers,
     ) -> Result<(Vec<f32>, Vec<f32>), VerifierError> {
-        self.run(row, HiddenDtype::F32, peers, |_, _| ())?;
+        self.run(row, HiddenDtype::F32, peers, |_, _, _| ())?;
         if !self.shard().is_last() {
             return Ok((Vec::new(), Vec::new()));
         }
         let all: Vec<u32> = (0..row.len() as u32).collect();
-        let (mut normed, mut part) = (Vec::new(), Vec::new());
+        let (mut normed, mut part) = (Buffer::default(), Buffer::default());
         let (vocab, shard) = (self.vocab_size(), self.shard());
         let Self {
             device,
@@ -285,6 +282,7 @@ impl<D: Device> Verifier<D> {
             ..
         } = self;
         let ids = device.install(|| decoder.logits(device, activations, &all, &mut normed, &mut part));
+        let (normed, part) = (device.read(normed.floats()), device.read(part.floats()));
         if shard.slices == 1 {
             return Ok((normed, part));
         }
@@ -316,7 +314,7 @@ impl<D: Device> Verifier<D> {
         row: &PackedRow,
         dtype: HiddenDtype,
         peers: &mut impl Peers,
-        mut capture: impl FnMut(u32, &[f32]) + Send,
+        mut capture: impl FnMut(&D, u32, Matrix<'_>) + Send,
     ) -> Result<(), VerifierError> {
         if !row.is_consistent() {
             return Err(VerifierError::Row {
@@ -335,7 +333,7 @@ impl<D: Device> Verifier<D> {
         self.positions
             .extend(row.document_lengths.iter().flat_map(|&length| 0..length));
         let longest = row.document_lengths.iter().copied().max().unwrap_or(0);
-        self.decoder.reach_position(longest as usize);
+        self.decoder.reach_position(&self.device, longest as usize);
 
         let every_row: Vec<u32> = (0..row.len() as u32).collect();
         let plans = Plans::new(&self.decoder, |window| {
@@ -349,7 +347,6 @@ impl<D: Device> Verifier<D> {
             positions,
             ..
         } = self;
-        let hidden = decoder.config().hidden_size;
         // A shard that finds a fault goes on, for the others wait for what it passes on.
         let mut fault = None;
         device.install(|| {
@@ -371,16 +368,16 @@ impl<D: Device> Verifier<D> {
                         q,
                         k,
                         v,
-                        k_diagonal: &[],
-                        v_diagonal: &[],
+                        k_diagonal: Floats::empty(),
+                        v_diagonal: Floats::empty(),
                     };
                     device.attention(&block.call(plans.of(block.window())), &inputs, out, lse);
                 },
                 |layer, residual| {
                     if fault.is_none() {
-                        fault = check_finite(residual, hidden, row.documents(), layer, largest).err();
+                        fault = check_finite(device, residual, row.documents(), layer, largest).err();
                     }
-                    capture(layer, residual);
+                    capture(device, layer, residual);
                 },
             )
         })?;
@@ -451,21 +448,17 @@ pub(crate) fn largest_magnitude(dtype: HiddenDtype) -> f32 {
 
 /// Checks that the states `[tokens, hidden]` of all documents are at most `largest` in magnitude, and no NaN.
 pub(super) fn check_finite(
-    states: &[f32],
-    hidden: usize,
-    documents: impl Iterator<Item = std::ops::Range<usize>>,
+    device: &impl Device,
+    states: Matrix<'_>,
+    mut documents: impl Iterator<Item = std::ops::Range<usize>>,
     layer: u32,
     largest: f32,
 ) -> Result<(), VerifierError> {
-    for (document, range) in documents.enumerate() {
-        let states = &states[range.start * hidden..range.end * hidden];
-        // Without a branch per element, so that it vectorises; NaN fails the comparison.
-        if !states
-            .iter()
-            .fold(true, |finite, value| finite & (value.abs() <= largest))
-        {
-            return Err(VerifierError::NonFinite { document, layer });
-        }
+    let found = device
+        .first_beyond(states, largest)
+        .and_then(|row| documents.position(|document| document.contains(&row)));
+    match found {
+        Some(document) => Err(VerifierError::NonFinite { document, layer }),
+        None => Ok(()),
     }
-    Ok(())
 }

@@ -10,7 +10,7 @@ use super::VerifierError;
 use super::decoder::Attending;
 use super::extract::{Plans, Verifier, check_finite};
 use super::shard::Peers;
-use crate::device::{AttentionInputs, AttentionPlan, Device, Matrix};
+use crate::device::{AttentionInputs, AttentionPlan, Buffer, Device, Floats, Matrix, MatrixMut};
 
 /// Prompt tokens that enter the decoder together, at least one prompt; bounds the activations.
 const PREFILL_TOKENS: usize = 2048;
@@ -20,8 +20,8 @@ const NOT_FINITE: u32 = u32::MAX;
 
 /// Keys `[tokens of all stretches, kv_heads · head_dim]` and values `[tokens, kv_heads · value_dim]` of one layer.
 struct LayerCache {
-    k: Vec<f32>,
-    v: Vec<f32>,
+    k: Buffer,
+    v: Buffer,
 }
 
 /// The part of a sequence that enters the decoder next.
@@ -72,12 +72,19 @@ impl<D: Device> Verifier<D> {
             })
             .collect();
         let longest = stretches.iter().map(|stretch| stretch.len()).max().unwrap_or(0);
-        self.decoder.reach_position(longest);
+        self.decoder.reach_position(&self.device, longest);
+        let device = &self.device;
+        let zeros = |len| {
+            let mut buffer = Buffer::default();
+            device.fit(&mut buffer, "cached keys and values", len);
+            device.fill(buffer.floats_mut(), 0.0);
+            buffer
+        };
         let shapes = self.decoder.attentions().map(|block| block.shape());
         let mut cache: Vec<LayerCache> = shapes
             .map(|shape| LayerCache {
-                k: vec![0.0; end * shape.key_width()],
-                v: vec![0.0; end * shape.value_width()],
+                k: zeros(end * shape.key_width()),
+                v: zeros(end * shape.value_width()),
             })
             .collect();
 
@@ -156,7 +163,6 @@ impl<D: Device> Verifier<D> {
         let plans = Plans::new(&self.decoder, |window| {
             AttentionPlan::new(stretches.iter().cloned(), &cache_rows, window)
         });
-        let hidden = self.hidden_size();
         let Self {
             device,
             decoder,
@@ -180,26 +186,27 @@ impl<D: Device> Verifier<D> {
                      lse,
                  }| {
                     let cache = &mut cache[layer];
-                    let (key_width, value_width) = (block.shape().key_width(), block.shape().value_width());
-                    for (row, &cache_row) in cache_rows.iter().enumerate() {
-                        let cache_row = cache_row as usize;
-                        cache.k[cache_row * key_width..][..key_width]
-                            .copy_from_slice(&k[row * key_width..][..key_width]);
-                        cache.v[cache_row * value_width..][..value_width]
-                            .copy_from_slice(&v[row * value_width..][..value_width]);
+                    // Every row of the cache is zero until it is added to, once.
+                    for (cached, new, width) in [
+                        (&mut cache.k, k, block.shape().key_width()),
+                        (&mut cache.v, v, block.shape().value_width()),
+                    ] {
+                        let rows = cached.len().checked_div(width).unwrap_or(0);
+                        let new = Matrix::new(new, cache_rows.len(), width);
+                        device.scatter_add(new, &cache_rows, MatrixMut::new(cached, rows, width));
                     }
                     let inputs = AttentionInputs {
                         q,
-                        k: &cache.k,
-                        v: &cache.v,
-                        k_diagonal: &[],
-                        v_diagonal: &[],
+                        k: cache.k.floats(),
+                        v: cache.v.floats(),
+                        k_diagonal: Floats::empty(),
+                        v_diagonal: Floats::empty(),
                     };
                     device.attention(&block.call(plans.of(block.window())), &inputs, out, lse);
                 },
                 |layer, residual| {
                     let documents = documents.iter().cloned();
-                    let found = check_finite(residual, hidden, documents, layer, f32::MAX);
+                    let found = check_finite(device, residual, documents, layer, f32::MAX);
                     if let (None, Err(VerifierError::NonFinite { document, layer })) = (fault, found) {
                         fault = Some((document, layer));
                     }
@@ -247,13 +254,14 @@ impl<D: Device> Verifier<D> {
         } = self;
         let ids = device.install(|| {
             let ids = decoder.logits(device, activations, rows, normed, logits);
-            let own = &logits[..rows.len() * ids.len()];
+            let own = logits.part(0..rows.len() * ids.len());
             device.argmax(Matrix::new(own, rows.len(), ids.len()), chosen);
             ids
         });
         if slices == 1 {
             return Ok(());
         }
+        let logits = device.read(logits.part(0..rows.len() * ids.len()));
         // A pair each: the largest logit and, exact in f32 up to 16 million, its place in this slice.
         let best = chosen
             .iter()

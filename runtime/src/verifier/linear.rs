@@ -5,8 +5,9 @@ use std::sync::{Arc, OnceLock};
 
 use half::bf16;
 
+use super::decoder::place;
 use super::stored::Form;
-use crate::device::{Device, Matrix, MatrixMut, PackedMatrix, StoredMatrix};
+use crate::device::{Buffer, Device, FloatsMut, HostMatrix, Matrix, MatrixMut, PackedMatrix, StoredMatrix};
 
 /// A stored matrix of which parts can be taken.
 #[derive(Clone, Debug)]
@@ -68,14 +69,22 @@ pub(super) struct Linear {
     step: usize,
     count: usize,
     cols: Range<usize>,
-    bias: Option<Vec<f32>>,
+    bias: Option<Buffer>,
     packed: OnceLock<PackedMatrix>,
 }
 
 impl Linear {
     /// The same with a bias.
     pub(super) fn with_bias(self, bias: Option<Vec<f32>>) -> Self {
-        Self { bias, ..self }
+        Self {
+            bias: bias.map(Buffer::from),
+            ..self
+        }
+    }
+
+    /// Brings its bias to where `device` computes.
+    pub(super) fn place(&mut self, device: &impl Device) {
+        place(device, &mut self.bias);
     }
 
     /// Number of outputs.
@@ -84,7 +93,7 @@ impl Linear {
     }
 
     /// This part of the whole stored matrix.
-    fn part_of<'m, T: Copy>(&self, whole: &Matrix<'m, T>) -> Matrix<'m, T> {
+    fn part_of<'m, T: Copy>(&self, whole: &HostMatrix<'m, T>) -> HostMatrix<'m, T> {
         whole.part(
             (self.first, self.step, self.count),
             self.cols.start,
@@ -93,11 +102,11 @@ impl Linear {
     }
 
     /// `y = x·wᵀ + bias`, or `y += x·wᵀ + bias` with `accumulate`; `x` `[rows, inputs]`, `y` `[rows, outputs]`.
-    pub(super) fn apply(&self, device: &impl Device, x: Matrix<'_>, y: &mut [f32], accumulate: bool) {
+    pub(super) fn apply(&self, device: &impl Device, x: Matrix<'_>, mut y: FloatsMut<'_>, accumulate: bool) {
         let (rows, outputs) = (x.rows(), self.count);
-        device.gemm_stored(MatrixMut::new(y, rows, outputs), x, self, accumulate);
+        device.gemm_stored(MatrixMut::new(&mut y, rows, outputs), x, self, accumulate);
         if let Some(bias) = &self.bias {
-            device.add_bias(MatrixMut::new(y, rows, outputs), bias);
+            device.add_bias(MatrixMut::new(&mut y, rows, outputs), bias.floats());
         }
     }
 
@@ -116,12 +125,12 @@ impl StoredMatrix for Linear {
         self.cols.len()
     }
 
-    fn in_place(&self) -> Option<Matrix<'_>> {
+    fn in_place(&self) -> Option<HostMatrix<'_>> {
         let whole = self.stored.form.in_place(self.stored.rows, self.stored.cols)?;
         Some(self.part_of(&whole))
     }
 
-    fn in_place_bf16(&self) -> Option<Matrix<'_, bf16>> {
+    fn in_place_bf16(&self) -> Option<HostMatrix<'_, bf16>> {
         let whole = self
             .stored
             .form

@@ -12,6 +12,7 @@ use super::error::LayoutProblem;
 use super::linear::{Linear, Stored};
 use super::stored::{Form, MXFP4_GROUP};
 use super::{Shard, VerifierConfig};
+use crate::device::Buffer;
 use crate::weights::{TensorView, Weights, WeightsError};
 
 /// A tensor that a shard needs.
@@ -348,8 +349,10 @@ impl LayerLoader<'_, '_> {
     }
 
     /// The effective weight of a norm, `[len]`.
-    pub(super) fn norm(&self, part: &str, len: usize) -> Vec<f32> {
-        self.loader.norm(&self.name(&format!("{part}.weight")), len)
+    pub(super) fn norm(&self, part: &str, len: usize) -> Buffer {
+        self.loader
+            .norm(&self.name(&format!("{part}.weight")), len)
+            .into()
     }
 
     /// A vector `[len]`.

@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-use super::activations::{MlpBuffers, take};
+use super::activations::{MlpBuffers, take, take_host};
 use super::family::ExpertLayout;
 use super::layer_config::{DenseConfig, ExpertsConfig, MlpConfig};
 use super::linear::Linear;
 use super::loader::LayerLoader;
-use crate::device::{Device, Gate, Matrix, MatrixMut, Routing};
+use crate::device::{Buffer, Device, FloatsMut, Gate, Matrix, MatrixMut, Routing};
 
 /// The MLP of one layer, or a slice of it.
 pub(super) enum MlpBlock {
@@ -41,13 +41,25 @@ impl MlpBlock {
         }
     }
 
+    /// Brings its vectors to where `device` computes.
+    pub(super) fn place(&mut self, device: &impl Device) {
+        match self {
+            Self::Dense(dense) => dense.place(device),
+            Self::Experts(experts) => {
+                experts.router.place(device);
+                let all = experts.experts.iter_mut().chain(&mut experts.shared);
+                all.for_each(|expert| expert.place(device));
+            }
+        }
+    }
+
     /// `out = mlp(input)`, or `out += mlp(input)` with `accumulate`; `input`, `out` `[rows, H]`.
     pub(super) fn apply(
         &self,
         device: &impl Device,
         buffers: &mut MlpBuffers,
         input: Matrix<'_>,
-        out: &mut [f32],
+        mut out: FloatsMut<'_>,
         accumulate: bool,
     ) {
         match self {
@@ -57,7 +69,7 @@ impl MlpBlock {
             }
             Self::Experts(experts) => {
                 if !accumulate {
-                    out.fill(0.0);
+                    device.fill(out.reborrow(), 0.0);
                 }
                 experts.add(device, buffers, input, out);
             }
@@ -105,23 +117,29 @@ impl Dense {
         }
     }
 
+    fn place(&mut self, device: &impl Device) {
+        for linear in [&mut self.gate, &mut self.up, &mut self.down] {
+            linear.place(device);
+        }
+    }
+
     fn apply(
         &self,
         device: &impl Device,
-        [gate, up, gated]: [&mut Vec<f32>; 3],
+        [gate, up, gated]: [&mut Buffer; 3],
         input: Matrix<'_>,
-        out: &mut [f32],
+        out: FloatsMut<'_>,
         accumulate: bool,
     ) {
         let (rows, inner) = (input.rows(), self.gate.outputs());
-        let gate = take(gate, rows * inner);
-        let up = take(up, rows * inner);
-        let gated = take(gated, rows * inner);
-        self.gate.apply(device, input, gate, false);
-        self.up.apply(device, input, up, false);
-        device.gated(self.activation, gate, up, gated);
+        let mut gate = take(device, gate, "gate", rows * inner);
+        let mut up = take(device, up, "up", rows * inner);
+        let mut gated = take(device, gated, "gated", rows * inner);
+        self.gate.apply(device, input, gate.reborrow(), false);
+        self.up.apply(device, input, up.reborrow(), false);
+        device.gated(self.activation, gate.floats(), up.floats(), gated.reborrow());
         self.down
-            .apply(device, Matrix::new(gated, rows, inner), out, accumulate);
+            .apply(device, Matrix::new(&gated, rows, inner), out, accumulate);
     }
 }
 
@@ -213,7 +231,7 @@ impl Experts {
     }
 
     /// `out += experts(input)`: those of this slice, each for the tokens that chose it, in the order of the experts.
-    fn add(&self, device: &impl Device, buffers: &mut MlpBuffers, input: Matrix<'_>, out: &mut [f32]) {
+    fn add(&self, device: &impl Device, buffers: &mut MlpBuffers, input: Matrix<'_>, mut out: FloatsMut<'_>) {
         let (rows, hidden) = (input.rows(), input.cols());
         let (count, top) = (self.config.experts, self.config.top);
         let MlpBuffers {
@@ -226,9 +244,9 @@ impl Experts {
             input: picked,
             output,
         } = buffers;
-        let scores = take(scores, rows * count);
-        self.router.apply(device, input, scores, false);
-        let (chosen, weights) = (take(chosen, rows * top), take(weights, rows * top));
+        let mut scores = take(device, scores, "scores", rows * count);
+        self.router.apply(device, input, scores.reborrow(), false);
+        let (chosen, weights) = (take_host(chosen, rows * top), take_host(weights, rows * top));
         let routing = Routing {
             top,
             scoring: self.config.scoring,
@@ -237,7 +255,7 @@ impl Experts {
             normalised: self.config.normalised,
             factor: self.config.factor,
         };
-        device.route(&routing, Matrix::new(scores, rows, count), chosen, weights);
+        device.route(&routing, Matrix::new(&scores, rows, count), chosen, weights);
         let mut tokens = vec![(Vec::new(), Vec::new()); self.own.len()];
         for (place, (&expert, &weight)) in chosen.iter().zip(&*weights).enumerate() {
             if let Some(index) = (expert as usize)
@@ -253,16 +271,22 @@ impl Experts {
             if own.is_empty() {
                 continue;
             }
-            let picked = take(picked, own.len() * hidden);
-            device.gather(input, own, MatrixMut::new(picked, own.len(), hidden));
-            let result = take(output, own.len() * hidden);
-            let input = Matrix::new(picked, own.len(), hidden);
-            expert.apply(device, [&mut *gate, &mut *up, &mut *gated], input, result, false);
+            let mut picked = take(device, picked, "picked", own.len() * hidden);
+            device.gather(input, own, MatrixMut::new(&mut picked, own.len(), hidden));
+            let mut result = take(device, output, "output", own.len() * hidden);
+            let input = Matrix::new(&picked, own.len(), hidden);
+            expert.apply(
+                device,
+                [&mut *gate, &mut *up, &mut *gated],
+                input,
+                result.reborrow(),
+                false,
+            );
             device.scatter_add_scaled(
-                Matrix::new(result, own.len(), hidden),
+                Matrix::new(&result, own.len(), hidden),
                 own,
                 factors,
-                MatrixMut::new(out, rows, hidden),
+                MatrixMut::new(&mut out, rows, hidden),
             );
         }
         if let Some(shared) = &self.shared {

@@ -1,6 +1,6 @@
 //! The rotary tables that a decoder's layers share.
 
-use crate::device::{Device, Pairing, RotaryTable, Turn};
+use crate::device::{Device, FloatsMut, Pairing, RotaryTable, Turn};
 use crate::rope::Rope;
 
 /// One table per kind of rotation; most models have one kind, some have two.
@@ -41,11 +41,12 @@ impl Rotations {
     }
 
     /// Makes sure that all tables cover positions below `positions`.
-    pub(super) fn reach(&mut self, positions: usize) {
+    pub(super) fn reach(&mut self, device: &impl Device, positions: usize) {
         for kind in &mut self.kinds {
             if kind.table.positions() < positions {
                 let positions = positions.next_power_of_two();
-                kind.table = Kind::build(&kind.rope, kind.offset, kind.pairing, positions);
+                let table = Kind::build(&kind.rope, kind.offset, kind.pairing, positions);
+                kind.table = table.on(device);
             }
         }
     }
@@ -55,7 +56,7 @@ impl Rotations {
         &self,
         device: &impl Device,
         index: usize,
-        x: &mut [f32],
+        x: FloatsMut<'_>,
         head_dim: usize,
         positions: &[u32],
     ) {

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use half::bf16;
 
-use crate::device::{Matrix, widen_bf16};
+use crate::device::{HostMatrix, widen_bf16};
 use crate::weights::TensorView;
 
 /// Values of the 4-bit floats of OCP's microscaling formats (E2M1), by their code.
@@ -55,19 +55,19 @@ pub(super) enum Form {
 
 impl Form {
     /// The matrix `[rows, cols]` where it lies, if it is aligned f32.
-    pub(super) fn in_place(&self, rows: usize, cols: usize) -> Option<Matrix<'_>> {
+    pub(super) fn in_place(&self, rows: usize, cols: usize) -> Option<HostMatrix<'_>> {
         match self {
-            Self::Plain(view) => Some(Matrix::new(view.as_f32()?, rows, cols)),
-            Self::Transposed(view) => Some(Matrix::new(view.as_f32()?, cols, rows).transposed()),
+            Self::Plain(view) => Some(HostMatrix::new(view.as_f32()?, rows, cols)),
+            Self::Transposed(view) => Some(HostMatrix::new(view.as_f32()?, cols, rows).transposed()),
             _ => None,
         }
     }
 
     /// The matrix `[rows, cols]` where it lies, if it is aligned bf16.
-    pub(super) fn in_place_bf16(&self, rows: usize, cols: usize) -> Option<Matrix<'_, bf16>> {
+    pub(super) fn in_place_bf16(&self, rows: usize, cols: usize) -> Option<HostMatrix<'_, bf16>> {
         match self {
-            Self::Plain(view) => Some(Matrix::new(view.as_bf16()?, rows, cols)),
-            Self::Transposed(view) => Some(Matrix::new(view.as_bf16()?, cols, rows).transposed()),
+            Self::Plain(view) => Some(HostMatrix::new(view.as_bf16()?, rows, cols)),
+            Self::Transposed(view) => Some(HostMatrix::new(view.as_bf16()?, cols, rows).transposed()),
             _ => None,
         }
     }

@@ -107,9 +107,12 @@ fn forward(cases: &mut Cases<'_>, call: &Call<'_>) -> (Vec<f32>, Vec<f32>) {
         softcap: call.softcap,
         ..Attention::plain(shape, &plan)
     };
-    cases
-        .cpu
-        .attention(&attention, &borrowed(&inputs), &mut out, &mut lse);
+    cases.cpu.attention(
+        &attention,
+        &borrowed(&inputs),
+        (&mut out).into(),
+        (&mut lse).into(),
+    );
     let tables = AttentionTables::new(&stack.context, &stack.stream, shape, &plan).expect("room");
     let on_device = inputs.each_ref().map(|x| stack.upload(x));
     let sinks = stack.upload(&call.sinks);
@@ -162,11 +165,11 @@ fn operands(call: &Call<'_>, plan: &AttentionPlan) -> [Vec<f32>; 5] {
 fn borrowed(operands: &[Vec<f32>; 5]) -> AttentionInputs<'_> {
     let [q, k, v, k_diagonal, v_diagonal] = operands.each_ref().map(|x| x.as_slice());
     AttentionInputs {
-        q,
-        k,
-        v,
-        k_diagonal,
-        v_diagonal,
+        q: q.into(),
+        k: k.into(),
+        v: v.into(),
+        k_diagonal: k_diagonal.into(),
+        v_diagonal: v_diagonal.into(),
     }
 }
 
@@ -183,19 +186,23 @@ fn backward(cases: &mut Cases<'_>, call: &Call<'_>) {
     let mut exact = start.clone();
     let [dq, dk, dv, dk_diagonal, dv_diagonal] = &mut exact;
     let gradients = AttentionGradients {
-        dq,
-        dk,
-        dv,
-        dk_diagonal,
-        dv_diagonal,
+        dq: dq.into(),
+        dk: dk.into(),
+        dv: dv.into(),
+        dk_diagonal: dk_diagonal.into(),
+        dv_diagonal: dv_diagonal.into(),
     };
     let attention = Attention {
         diagonals: call.diagonals,
         ..Attention::plain(call.shape, &plan)
     };
-    cases
-        .cpu
-        .attention_backward(&attention, &borrowed(&inputs), &lse, &dout, gradients);
+    cases.cpu.attention_backward(
+        &attention,
+        &borrowed(&inputs),
+        (&lse).into(),
+        (&dout).into(),
+        gradients,
+    );
 
     let tables = AttentionTables::new(&stack.context, &stack.stream, call.shape, &plan).expect("room");
     let on_device = inputs.each_ref().map(|x| stack.upload(x));

@@ -1,6 +1,7 @@
 //! Element-wise kernels, norms, rotations, losses, the optimizer.
 
-use eaglet_runtime::cuda::{Indices, Kernels, MatrixView, MatrixViewMut, checksum};
+use eaglet_runtime::cuda::{Indices, Kernels, MatrixView, MatrixViewMut};
+use eaglet_runtime::device::checksum;
 use eaglet_runtime::device::{
     AdamWUpdate, Device, Gate, Matrix, MatrixMut, Pairing, RotaryTable, RowLoss, TargetRow, Turn,
 };
@@ -41,7 +42,9 @@ fn gates(cases: &mut Cases<'_>, n: usize) {
         ("clamped", clamped),
     ] {
         let mut exact = vec![0.0; n];
-        cases.cpu.gated(gate, &g, &u, &mut exact);
+        cases
+            .cpu
+            .gated(gate, (&g).into(), (&u).into(), (&mut exact).into());
         let (dg, du) = (stack.upload(&g), stack.upload(&u));
         let mut out = stack.upload(&vec![f32::NAN; n]);
         let done = stack
@@ -51,7 +54,9 @@ fn gates(cases: &mut Cases<'_>, n: usize) {
         cases.close(format!("gated {name} {n}"), &stack.download(&out), &exact, 1e-6);
     }
     let (mut exact_g, mut exact_u) = (g.clone(), u.clone());
-    cases.cpu.swiglu_backward(&mut exact_g, &mut exact_u, &dout);
+    cases
+        .cpu
+        .swiglu_backward((&mut exact_g).into(), (&mut exact_u).into(), (&dout).into());
     let (mut dg, mut du, dd) = (stack.upload(&g), stack.upload(&u), stack.upload(&dout));
     stack
         .kernels
@@ -76,19 +81,19 @@ fn arithmetic(cases: &mut Cases<'_>, n: usize) {
     let (a, b) = (wave(n, 1.0), wave(n, 2.0));
     let mut exact = a.clone();
     let (mut x, y) = (stack.upload(&a), stack.upload(&b));
-    cases.cpu.add(&mut exact, &b);
+    cases.cpu.add((&mut exact).into(), (&b).into());
     stack
         .kernels
         .add(&stack.stream, x.view_mut(), y.view())
         .expect("launched");
     cases.same(format!("add {n}"), &stack.download(&x), &exact);
-    cases.cpu.scale(&mut exact, 37.5);
+    cases.cpu.scale((&mut exact).into(), 37.5);
     stack
         .kernels
         .scale(&stack.stream, x.view_mut(), 37.5)
         .expect("launched");
     cases.same(format!("scale {n}"), &stack.download(&x), &exact);
-    cases.cpu.softcap(&mut exact, 30.0);
+    cases.cpu.softcap((&mut exact).into(), 30.0);
     stack
         .kernels
         .softcap(&stack.stream, x.view_mut(), 30.0)
@@ -112,7 +117,13 @@ fn optimizer(cases: &mut Cases<'_>, n: usize) {
             number,
             gradient_scale: 0.5,
         };
-        cases.cpu.adamw(&update, &mut p, &mut m, &mut v, &gradient);
+        cases.cpu.adamw(
+            &update,
+            (&mut p).into(),
+            (&mut m).into(),
+            (&mut v).into(),
+            (&gradient).into(),
+        );
         stack
             .kernels
             .adamw(
@@ -134,7 +145,7 @@ fn optimizer(cases: &mut Cases<'_>, n: usize) {
         .kernels
         .sum_of_squares(&stack.stream, dg.view(), parts.view_mut())
         .expect("summed");
-    let exact = cases.cpu.sum_of_squares(&gradient);
+    let exact = cases.cpu.sum_of_squares((&gradient).into());
     assert!(
         (sum - exact).abs() <= 1e-12 * exact,
         "sum of squares {n}: {sum} for {exact}"
@@ -180,15 +191,21 @@ fn norms(cases: &mut Cases<'_>, rows: usize, cols: usize) {
     let mut parts = stack.upload(&vec![f32::NAN; Kernels::norm_parts(rows, cols)]);
 
     let cpu = &cases.cpu;
-    cpu.rms_norm(view, &weight, 1e-5, MatrixMut::new(&mut y, rows, cols), &mut rstd);
+    cpu.rms_norm(
+        view,
+        (&weight).into(),
+        1e-5,
+        MatrixMut::new(&mut y, rows, cols),
+        (&mut rstd).into(),
+    );
     cpu.rms_norm_backward(
         view,
-        &weight,
-        &rstd,
+        (&weight).into(),
+        (&rstd).into(),
         gradient,
         MatrixMut::new(&mut exact_dx, rows, cols),
     );
-    cpu.rms_norm_weight_gradient(view, &rstd, gradient, &mut dw);
+    cpu.rms_norm_weight_gradient(view, (&rstd).into(), gradient, (&mut dw).into());
 
     let on_device = MatrixView::new(x_gpu.view(), rows, cols);
     let gradient = MatrixView::new(dy_gpu.view(), rows, cols);
@@ -247,9 +264,10 @@ fn strided(cases: &mut Cases<'_>, rows: usize, cols: usize) {
     cases
         .cpu
         .copy(from, MatrixMut::strided(&mut exact, rows, cols, to_stride));
-    cases
-        .cpu
-        .add_bias(MatrixMut::strided(&mut exact, rows, cols, to_stride), &bias);
+    cases.cpu.add_bias(
+        MatrixMut::strided(&mut exact, rows, cols, to_stride),
+        (&bias).into(),
+    );
     let (kernels, stream) = (&stack.kernels, &stack.stream);
     let [source_gpu, bias_gpu] = [&source, &bias].map(|x| stack.upload(x));
     let mut target_gpu = stack.upload(&target);
@@ -299,12 +317,17 @@ fn rotations(cases: &mut Cases<'_>) {
     ] {
         let table = RotaryTable::new(&Rope::new(10_000.0, 12), 50).placed(offset, pairing);
         let (cos, sin) = table.angles();
-        let (cos, sin) = (stack.upload(cos), stack.upload(sin));
+        let (cos, sin) = (
+            stack.upload(&cases.cpu.read(cos)),
+            stack.upload(&cases.cpu.read(sin)),
+        );
         let positions: Vec<u32> = vec![0, 49, 7, 7, 31];
         for turn in [Turn::Forward, Turn::Backward] {
             let mut exact = wave(positions.len() * heads * head_dim, 1.0);
             let mut x = stack.upload(&exact);
-            cases.cpu.rotate(&mut exact, head_dim, &table, &positions, turn);
+            cases
+                .cpu
+                .rotate((&mut exact).into(), head_dim, &table, &positions, turn);
             let mut places = stack.upload(&positions);
             let places = Indices::upload(&stack.stream, &positions, places.view_mut()).expect("sent");
             let angles = (

@@ -1,10 +1,12 @@
 //! What goes wrong on a device, and what is said then.
 
+use std::panic::AssertUnwindSafe;
 use std::time::Duration;
 
 use eaglet_runtime::cuda::{
-    Arena, Buffer, CudaError, Event, GpuSurvey, KernelCache, Kernels, Nvrtc, Origin, Program,
+    Buffer, Cuda, CudaError, Event, GpuSurvey, KernelCache, Kernels, Nvrtc, Origin, Precision, Program,
 };
+use eaglet_runtime::device::{self, Device};
 
 use crate::stack::{self, Stack};
 
@@ -20,29 +22,39 @@ fn want_of_room_says_how_much_there_is() {
     let text = error.to_string();
     assert!(matches!(error, CudaError::OutOfMemory { .. }), "{text}");
     assert!(
-        text.starts_with("no room for 4398046511104 bytes on cuda:0"),
+        text.starts_with("no room for 4398046511104 bytes of a buffer on cuda:0"),
         "{text}"
     );
 }
 
 /// MEMORY-1
 #[test]
-fn an_arena_says_who_holds_what() {
-    let Some(stack) = stand_in() else { return };
-    let mut arena = Arena::new(&stack.context, 10_000).expect("room");
-    let hidden = arena.take::<f32>("hidden states", 1000).expect("room");
-    assert_eq!(hidden.len(), 1000);
-    arena.take::<u8>("tables", 10).expect("room");
-    arena.take::<f32>("hidden states", 100).expect("room");
-    let error = arena.take::<f64>("logits", 1000).expect_err("too much");
-    assert_eq!(
-        error.to_string(),
-        "no room for 8000 bytes of logits: 4864 of 10000 bytes of the rank's device memory are used, hidden states 4400, \
-         tables 10"
+fn want_of_room_says_who_holds_what() {
+    let Some(_) = stand_in() else { return };
+    let search = stack::search().expect("the stack is there");
+    let folder = tempfile::tempdir().expect("a folder");
+    let cache = KernelCache::at(folder.path());
+    let device = Cuda::new(&search, 0, cache, Precision::F32).expect("a device");
+    let [mut states, mut logits, mut more] = [(); 3].map(|()| device::Buffer::default());
+    device.fit(&mut states, "hidden states", 1000);
+    device.fit(&mut logits, "logits", 3000);
+    let panic = std::panic::catch_unwind(AssertUnwindSafe(|| device.fit(&mut more, "gradients", 1 << 40)))
+        .expect_err("too much");
+    let text = panic.downcast_ref::<String>().expect("words");
+    assert!(
+        text.starts_with("the gpu failed: no room for 4398046511104 bytes of gradients on cuda:0")
+            && text.ends_with("this rank holds 12000 for logits, 4000 for hidden states"),
+        "{text}"
     );
-    arena.clear();
-    arena.take::<f64>("logits", 1000).expect("room again");
-    assert!(arena.take::<f64>("more", usize::MAX / 4).is_err());
+    // What is given back is not held any more, and a buffer that shrinks keeps its memory.
+    drop(logits);
+    device.fit(&mut states, "hidden states", 10);
+    assert_eq!(states.len(), 10);
+    device.fit(&mut more, "gradients", 500);
+    let panic = std::panic::catch_unwind(AssertUnwindSafe(|| device.fit(&mut more, "gradients", 1 << 40)))
+        .expect_err("too much");
+    let text = panic.downcast_ref::<String>().expect("words");
+    assert!(text.ends_with("this rank holds 4000 for hidden states"), "{text}");
 }
 
 /// CACHE-1
@@ -178,7 +190,7 @@ fn fault_child() {
 fn a_failed_allocation_is_want_of_room() {
     let Some(text) = with_fault("alloc:1") else { return };
     assert!(
-        text.contains("allocation: no room for 400 bytes on cuda:0"),
+        text.contains("allocation: no room for 400 bytes of a buffer on cuda:0"),
         "{text}"
     );
 }

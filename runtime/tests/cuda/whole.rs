@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use eaglet_runtime::cuda::{Cuda, Precision};
 use eaglet_runtime::device::{
-    Attention, AttentionGradients, AttentionInputs, AttentionPlan, AttentionShape, Cpu, Device, Gate, Matrix,
-    MatrixMut, RotaryTable, Routing, RowLoss, Scoring, StoredMatrix, TargetRow, Turn,
+    Attention, AttentionGradients, AttentionInputs, AttentionPlan, AttentionShape, Cpu, Device, Gate,
+    HostMatrix, Matrix, MatrixMut, RotaryTable, Routing, RowLoss, Scoring, StoredMatrix, TargetRow, Turn,
 };
 use eaglet_runtime::rope::Rope;
 use half::bf16;
@@ -25,7 +25,7 @@ impl StoredMatrix for Bf16Matrix {
         self.1
     }
 
-    fn in_place(&self) -> Option<Matrix<'_>> {
+    fn in_place(&self) -> Option<HostMatrix<'_>> {
         None
     }
 
@@ -62,10 +62,10 @@ fn piece(device: &impl Device) -> Vec<Vec<f32>> {
     let mut normed = wave(rows * 2 * hidden, 3.0);
     device.rms_norm(
         Matrix::new(&x, rows, hidden),
-        &weight,
+        (&weight).into(),
         1e-6,
         MatrixMut::strided(&mut normed, rows, hidden, 2 * hidden),
-        &mut rstd,
+        (&mut rstd).into(),
     );
     let normed_view = Matrix::strided(&normed, rows, hidden, 2 * hidden);
     let (mut gate, mut up, mut out) = (
@@ -87,9 +87,9 @@ fn piece(device: &impl Device) -> Vec<Vec<f32>> {
         0.5,
         false,
     );
-    device.gated(Gate::GeluTanh, &gate, &up, &mut out);
-    device.swiglu(&gate.clone(), &up, &mut gate);
-    device.swiglu_backward(&mut gate, &mut up, &out);
+    device.gated(Gate::GeluTanh, (&gate).into(), (&up).into(), (&mut out).into());
+    device.swiglu((&gate.clone()).into(), (&up).into(), (&mut gate).into());
+    device.swiglu_backward((&mut gate).into(), (&mut up).into(), (&out).into());
     // A weight gradient: the first factor is transposed, and the result is added to.
     let mut gradient = wave(inner * hidden, 5.0);
     device.gemm(
@@ -100,19 +100,24 @@ fn piece(device: &impl Device) -> Vec<Vec<f32>> {
         true,
     );
     let mut dweight = wave(hidden, 6.0);
-    device.rms_norm_weight_gradient(Matrix::new(&x, rows, hidden), &rstd, normed_view, &mut dweight);
+    device.rms_norm_weight_gradient(
+        Matrix::new(&x, rows, hidden),
+        (&rstd).into(),
+        normed_view,
+        (&mut dweight).into(),
+    );
     let mut dx = wave(rows * hidden, 7.0);
     device.rms_norm_backward(
         Matrix::new(&x, rows, hidden),
-        &weight,
-        &rstd,
+        (&weight).into(),
+        (&rstd).into(),
         normed_view,
         MatrixMut::new(&mut dx, rows, hidden),
     );
 
     let table = RotaryTable::new(&Rope::new(1e4, 16), 64);
     let positions: Vec<u32> = (0..rows as u32).map(|i| (i * 3) % 64).collect();
-    device.rotate(&mut dx, 16, &table, &positions, Turn::Backward);
+    device.rotate((&mut dx).into(), 16, &table, &positions, Turn::Backward);
     let plan = AttentionPlan::new([0..9, 9..rows], &(0..rows as u32).collect::<Vec<_>>(), Some(6));
     let attention = Attention {
         diagonals: 1,
@@ -120,14 +125,14 @@ fn piece(device: &impl Device) -> Vec<Vec<f32>> {
     };
     let [k, v, k_diagonal, v_diagonal] = [8.0, 9.0, 10.0, 11.0].map(|seed| wave(rows * 16, seed));
     let inputs = AttentionInputs {
-        q: &dx,
-        k: &k,
-        v: &v,
-        k_diagonal: &k_diagonal,
-        v_diagonal: &v_diagonal,
+        q: (&dx).into(),
+        k: (&k).into(),
+        v: (&v).into(),
+        k_diagonal: (&k_diagonal).into(),
+        v_diagonal: (&v_diagonal).into(),
     };
     let (mut attended, mut lse) = (vec![0.0; rows * hidden], vec![0.0; rows * 2]);
-    device.attention(&attention, &inputs, &mut attended, &mut lse);
+    device.attention(&attention, &inputs, (&mut attended).into(), (&mut lse).into());
     let mut gradients = [
         wave(rows * hidden, 0.0),
         k.clone(),
@@ -137,13 +142,13 @@ fn piece(device: &impl Device) -> Vec<Vec<f32>> {
     ];
     let [dq, dk, dv, dk_diagonal, dv_diagonal] = &mut gradients;
     let targets = AttentionGradients {
-        dq,
-        dk,
-        dv,
-        dk_diagonal,
-        dv_diagonal,
+        dq: dq.into(),
+        dk: dk.into(),
+        dv: dv.into(),
+        dk_diagonal: dk_diagonal.into(),
+        dv_diagonal: dv_diagonal.into(),
     };
-    device.attention_backward(&attention, &inputs, &lse, &attended, targets);
+    device.attention_backward(&attention, &inputs, (&lse).into(), (&attended).into(), targets);
 
     let (mut targets, mut losses) = (vec![TargetRow::default(); rows], vec![RowLoss::default(); rows]);
     let mut p = out.clone();
@@ -188,11 +193,11 @@ fn piece(device: &impl Device) -> Vec<Vec<f32>> {
         &places,
         MatrixMut::new(&mut scattered, inner, hidden),
     );
-    device.add_bias(MatrixMut::new(&mut scattered, inner, hidden), &weight);
-    device.softcap(&mut scattered, 2.0);
-    device.add(&mut scattered, &gradient);
-    device.scale(&mut scattered, 3.0);
-    let squares = device.sum_of_squares(&scattered) as f32;
+    device.add_bias(MatrixMut::new(&mut scattered, inner, hidden), (&weight).into());
+    device.softcap((&mut scattered).into(), 2.0);
+    device.add((&mut scattered).into(), (&gradient).into());
+    device.scale((&mut scattered).into(), 3.0);
+    let squares = device.sum_of_squares((&scattered).into()) as f32;
     let mut results = vec![
         x,
         rstd,

@@ -44,6 +44,12 @@ extern "C" __global__ void add(float* target, const float* source, u64 n) {
     }
 }
 
+extern "C" __global__ void fill(float* x, float value, u64 n) {
+    EACH(i, n) {
+        x[i] = value;
+    }
+}
+
 extern "C" __global__ void scale(float* x, float factor, u64 n) {
     EACH(i, n) {
         x[i] *= factor;

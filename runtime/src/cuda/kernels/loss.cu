@@ -57,3 +57,16 @@ extern "C" __global__ void argmax(const float* x, u64 stride, u32 cols, u32* out
         out[blockIdx.x] = top.index;
     }
 }
+
+// 1 for each row with an element that is no number or larger than `largest` in magnitude, else 0.
+extern "C" __global__ void beyond(const float* x, u64 stride, u32 cols, float largest, u32* out) {
+    const float* row = x + blockIdx.x * stride;
+    float found = 0.0f;
+    for (u32 c = threadIdx.x; c < cols; c += blockDim.x) {
+        found += fabsf(row[c]) <= largest ? 0.0f : 1.0f;
+    }
+    found = block_sum(found);
+    if (threadIdx.x == 0) {
+        out[blockIdx.x] = found > 0.0f ? 1u : 0u;
+    }
+}

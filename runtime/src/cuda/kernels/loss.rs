@@ -126,6 +126,32 @@ impl Kernels {
         }
     }
 
+    /// 1 for each row with an element that is no number or larger than `largest` in magnitude, else 0.
+    ///
+    /// # Errors
+    /// If the launch is refused.
+    ///
+    /// # Panics
+    /// If the shapes differ.
+    pub fn beyond(
+        &self,
+        stream: &Stream,
+        x: MatrixView<'_>,
+        largest: f32,
+        out: ViewMut<'_, u32>,
+    ) -> Result<(), CudaError> {
+        assert_eq!(x.rows as usize, out.len(), "shapes of a check");
+        // SAFETY: checked above.
+        unsafe {
+            self.launch(
+                stream,
+                (Program::Loss, "beyond"),
+                Self::by_row(x.rows),
+                &[&x.data, &x.row_stride, &x.cols, &largest, &out],
+            )
+        }
+    }
+
     /// Chooses the experts of each token: `logits` `[tokens, experts]`; `chosen` and `weights` `[tokens, top]`.
     ///
     /// `choice_bias` is that of `routing`, on the device.

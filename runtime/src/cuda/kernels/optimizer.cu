@@ -52,21 +52,21 @@ extern "C" __global__ void find_not_finite(const float* x, u64 n, u32* found) {
     }
 }
 
-// A 64-bit mix of an element's bits and place (the finaliser of splitmix64).
-__device__ inline u64 mixed(u64 word) {
-    word += 0x9e3779b97f4a7c15ull;
-    word = (word ^ (word >> 30)) * 0xbf58476d1ce4e5b9ull;
-    word = (word ^ (word >> 27)) * 0x94d049bb133111ebull;
-    return word ^ (word >> 31);
+// What an element adds to the checksum: see device/checksum.rs.
+__device__ inline u64 checksum_of(u32 bits, u32 place) {
+    u32 key = (place ^ (place >> 16)) * 0x7feb352du;
+    key = (key ^ (key >> 15)) * 0x846ca68bu;
+    key ^= key >> 16;
+    return (u64)(bits ^ key) * (u64)(key * 0x9e3779b1u | 1u);
 }
 
-// parts[b] = the sum modulo 2^64 over block b's elements of mixed(mixed(place) ^ bits).
+// parts[b] = the sum modulo 2^64 of what block b's elements add.
 extern "C" __global__ void checksum_parts(const u32* words, u64 n, u64* parts) {
     const u64 first = (u64)blockIdx.x * ELEMENTS_PER_BLOCK;
     const u64 end = first + ELEMENTS_PER_BLOCK < n ? first + ELEMENTS_PER_BLOCK : n;
     u64 sum = 0;
     for (u64 i = first + threadIdx.x; i < end; i += blockDim.x) {
-        sum += mixed(mixed(i) ^ words[i]);
+        sum += checksum_of(words[i], (u32)i);
     }
     sum = block_sum(sum);
     if (threadIdx.x == 0) {

@@ -19,21 +19,6 @@ const ONE_BLOCK: Shape = Shape {
     shared_bytes: 0,
 };
 
-/// The checksum of [`Kernels::checksum`], on the host.
-pub fn checksum(values: &[f32]) -> u64 {
-    let mixed = |word: u64| {
-        let word = word.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        word ^ (word >> 31)
-    };
-    let words = values.iter().map(|value| u64::from(value.to_bits()));
-    words
-        .enumerate()
-        .map(|(place, word)| mixed(mixed(place as u64) ^ word))
-        .fold(0, u64::wrapping_add)
-}
-
 impl Kernels {
     /// One fused AdamW update of `parameters` and their moments.
     ///
@@ -115,7 +100,7 @@ impl Kernels {
         unsafe { self.sum(stream, kernels, x, parts) }
     }
 
-    /// A 64-bit checksum of the bits of `x` and their places, equal to [`checksum`]'s. Waits for it.
+    /// A 64-bit checksum of the bits of `x` and their places, equal to [`checksum`](crate::device::checksum)'s. Waits for it.
     ///
     /// # Errors
     /// If a launch is refused, or something asked for before failed.

@@ -9,9 +9,9 @@ use super::gemm::gemm_serial;
 use super::scratch::with_scratch;
 use super::simd;
 use crate::device::attention::{KeyBlock, QueryBlock};
-use crate::device::{Attention, AttentionGradients, AttentionInputs, Matrix, MatrixMut};
+use crate::device::{Attention, GradientsOf, HostMatrix, HostMatrixMut, InputsOf};
 
-fn check(attention: &Attention<'_>, inputs: &AttentionInputs<'_>) {
+fn check(attention: &Attention<'_>, inputs: &InputsOf<&[f32]>) {
     let (shape, plan) = (attention.shape, attention.plan);
     assert!(
         shape.kv_heads > 0 && shape.heads.is_multiple_of(shape.kv_heads),
@@ -101,14 +101,21 @@ fn split<const N: usize>(buffers: [&mut [f32]; N], places: [usize; N]) -> ([&mut
 }
 
 /// Columns of one head of rows `from..from + rows`.
-fn head<'a>(data: &'a [f32], from: usize, rows: usize, head: usize, dim: usize, width: usize) -> Matrix<'a> {
+fn head<'a>(
+    data: &'a [f32],
+    from: usize,
+    rows: usize,
+    head: usize,
+    dim: usize,
+    width: usize,
+) -> HostMatrix<'a> {
     let start = (from * width + head * dim).min(data.len());
-    Matrix::strided(&data[start..], rows, dim, width)
+    HostMatrix::strided(&data[start..], rows, dim, width)
 }
 
 pub(super) fn forward(
     attention: &Attention<'_>,
-    inputs: &AttentionInputs<'_>,
+    inputs: &InputsOf<&[f32]>,
     out: &mut [f32],
     lse: &mut [f32],
 ) {
@@ -134,7 +141,7 @@ pub(super) fn forward(
                 let q = head(inputs.q, first, rows, h, dim, width);
                 let k = head(inputs.k, block.keys.start, keys, g, dim, kv_width);
                 gemm_serial(
-                    MatrixMut::new(scores, rows, keys),
+                    HostMatrixMut::new(&mut *scores, rows, keys),
                     q,
                     k.transposed(),
                     shape.scale,
@@ -183,8 +190,8 @@ pub(super) fn forward(
                     }
                 }
                 let v = head(inputs.v, block.keys.start, keys, g, value_dim, value_width);
-                let out = MatrixMut::strided(&mut out[h * value_dim..], rows, value_dim, out_width);
-                gemm_serial(out, Matrix::new(scores, rows, keys), v, 1.0, true);
+                let out = HostMatrixMut::strided(&mut out[h * value_dim..], rows, value_dim, out_width);
+                gemm_serial(out, HostMatrix::new(&*scores, rows, keys), v, 1.0, true);
             }
         });
     };
@@ -210,10 +217,10 @@ fn diagonal(
 
 pub(super) fn backward(
     attention: &Attention<'_>,
-    inputs: &AttentionInputs<'_>,
+    inputs: &InputsOf<&[f32]>,
     lse: &[f32],
     dout: &[f32],
-    gradients: AttentionGradients<'_>,
+    gradients: GradientsOf<&mut [f32]>,
 ) {
     check(attention, inputs);
     let (shape, plan) = (attention.shape, attention.plan);
@@ -250,7 +257,7 @@ pub(super) fn backward(
 
 struct Backward<'a> {
     attention: &'a Attention<'a>,
-    inputs: &'a AttentionInputs<'a>,
+    inputs: &'a InputsOf<&'a [f32]>,
     lse: &'a [f32],
     dout: &'a [f32],
 }
@@ -277,8 +284,20 @@ impl Backward<'_> {
         let dout = head(self.dout, first, rows, h, dim, width);
         let k = head(self.inputs.k, keys.start, keys.len(), g, dim, kv_width).transposed();
         let v = head(self.inputs.v, keys.start, keys.len(), g, dim, kv_width).transposed();
-        gemm_serial(MatrixMut::new(probabilities, rows, keys.len()), q, k, 1.0, false);
-        gemm_serial(MatrixMut::new(gradients, rows, keys.len()), dout, v, 1.0, false);
+        gemm_serial(
+            HostMatrixMut::new(&mut *probabilities, rows, keys.len()),
+            q,
+            k,
+            1.0,
+            false,
+        );
+        gemm_serial(
+            HostMatrixMut::new(gradients, rows, keys.len()),
+            dout,
+            v,
+            1.0,
+            false,
+        );
         for (r, row) in probabilities.chunks_exact_mut(keys.len()).enumerate() {
             let visible = &plan.visible[first + r];
             let start = (visible.start as usize).clamp(keys.start, keys.end) - keys.start;
@@ -346,8 +365,8 @@ impl Backward<'_> {
                         }
                     }
                     let k = head(self.inputs.k, block.keys.start, keys, g, dim, kv_width);
-                    let dq = MatrixMut::strided(&mut dq[h * dim..], rows, dim, width);
-                    gemm_serial(dq, Matrix::new(gradients, rows, keys), k, 1.0, true);
+                    let dq = HostMatrixMut::strided(&mut dq[h * dim..], rows, dim, width);
+                    gemm_serial(dq, HostMatrix::new(&*gradients, rows, keys), k, 1.0, true);
                 }
             });
         };
@@ -372,7 +391,7 @@ impl Backward<'_> {
         let steps = gradients.chunks_mut((queries * kv_width).max(1));
         for (j, gradients) in steps.take(diagonals).enumerate() {
             each_row(
-                MatrixMut::new(gradients, queries, kv_width),
+                HostMatrixMut::new(gradients, queries, kv_width),
                 |query, gradients| {
                     for h in 0..heads {
                         let g = h / (heads / shape.kv_heads);
@@ -421,8 +440,8 @@ impl Backward<'_> {
                     ];
                     for (gradient, factors, source) in products {
                         gemm_serial(
-                            MatrixMut::strided(&mut gradient[g * dim..], n, dim, kv_width),
-                            Matrix::new(factors, rows, n).transposed(),
+                            HostMatrixMut::strided(&mut gradient[g * dim..], n, dim, kv_width),
+                            HostMatrix::new(factors, rows, n).transposed(),
                             head(source, first, rows, h, dim, width),
                             1.0,
                             true,

@@ -9,7 +9,7 @@ use gemm_common::Parallelism;
 use rayon::prelude::*;
 
 use super::scratch::with_scratch;
-use crate::device::{Matrix, MatrixMut, StoredMatrix};
+use crate::device::{HostMatrix, HostMatrixMut, StoredMatrix};
 
 /// Terms summed in one go, at most; `gemm-common` keeps at least 512 together.
 const K_BLOCK: usize = 512;
@@ -45,7 +45,7 @@ unsafe impl Send for Tile {}
 unsafe impl Sync for Tile {}
 
 impl Tile {
-    pub(super) fn of(c: &mut MatrixMut<'_>) -> Self {
+    pub(super) fn of(c: &mut HostMatrixMut<'_>) -> Self {
         Self {
             start: c.data.as_mut_ptr(),
             rows: c.rows,
@@ -100,7 +100,13 @@ fn tile_sizes(rows: usize, cols: usize, threads: usize) -> (usize, usize) {
 }
 
 /// `c = alpha · a·b` or `c += alpha · a·b` over the threads of the current pool.
-pub(super) fn gemm(mut c: MatrixMut<'_>, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool) {
+pub(super) fn gemm(
+    mut c: HostMatrixMut<'_>,
+    a: HostMatrix<'_>,
+    b: HostMatrix<'_>,
+    alpha: f32,
+    accumulate: bool,
+) {
     assert_eq!(
         (c.rows, c.cols, a.cols),
         (a.rows, b.cols, b.rows),
@@ -123,7 +129,13 @@ pub(super) fn gemm(mut c: MatrixMut<'_>, a: Matrix<'_>, b: Matrix<'_>, alpha: f3
 }
 
 /// [`gemm`] on the calling thread.
-pub(super) fn gemm_serial(mut c: MatrixMut<'_>, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool) {
+pub(super) fn gemm_serial(
+    mut c: HostMatrixMut<'_>,
+    a: HostMatrix<'_>,
+    b: HostMatrix<'_>,
+    alpha: f32,
+    accumulate: bool,
+) {
     assert_eq!(
         (c.rows, c.cols, a.cols),
         (a.rows, b.cols, b.rows),
@@ -143,7 +155,12 @@ fn unpacked_rows(n: usize, k: usize, threads: usize) -> usize {
 }
 
 /// `c = a·wᵀ` or `c += a·wᵀ`, `weights` `[n, k]` in any form.
-pub(super) fn gemm_stored(mut c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn StoredMatrix, accumulate: bool) {
+pub(super) fn gemm_stored(
+    mut c: HostMatrixMut<'_>,
+    a: HostMatrix<'_>,
+    weights: &dyn StoredMatrix,
+    accumulate: bool,
+) {
     let k = a.cols;
     assert_eq!(
         (c.rows, weights.rows(), weights.cols()),
@@ -161,7 +178,7 @@ pub(super) fn gemm_stored(mut c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn Sto
         let (stripe, _, col) = whole.cut(index, whole.rows, rows);
         with_scratch([stripe.cols * k], |[wide]| {
             weights.unpack(col..col + stripe.cols, wide);
-            let b = Matrix::new(wide, stripe.cols, k).transposed();
+            let b = HostMatrix::new(&*wide, stripe.cols, k).transposed();
             for index in 0..stripe.pieces(TILE_ROWS, stripe.cols) {
                 let (tile, row, _) = stripe.cut(index, TILE_ROWS, stripe.cols);
                 gemm_tile(tile, a.block(row, tile.rows, 0, k), b, 1.0, accumulate);
@@ -180,7 +197,7 @@ fn k_block(k: usize) -> usize {
 }
 
 /// One tile: blocks of k in order, each added to what the ones before left.
-fn gemm_tile(c: Tile, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool) {
+fn gemm_tile(c: Tile, a: HostMatrix<'_>, b: HostMatrix<'_>, alpha: f32, accumulate: bool) {
     if c.rows == 0 || c.cols == 0 {
         return;
     }
@@ -233,7 +250,7 @@ fn gemm_tile(c: Tile, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool
 
 /// A tile too small for the crate's common path, by way of a larger copy of it.
 #[cold]
-fn gemm_padded(c: Tile, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool) {
+fn gemm_padded(c: Tile, a: HostMatrix<'_>, b: HostMatrix<'_>, alpha: f32, accumulate: bool) {
     let (cols, k) = (c.cols.max(PADDED_SIDE), a.cols);
     let rows = c.rows.max(SPECIAL_ELEMENTS / cols + 1).max(2);
     // A few rows by many weights is what answering step by step is made of: the weights then stay where they are.
@@ -260,13 +277,13 @@ fn gemm_padded(c: Tile, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bo
                 wide_c[row * cols + col] = unsafe { *c.start.add(row * c.row_stride + col) };
             }
         }
-        let view_a = Matrix::new(wide_a, rows, k);
+        let view_a = HostMatrix::new(&*wide_a, rows, k);
         let view_b = if copied_b > 0 {
-            Matrix::new(wide_b, k, cols)
+            HostMatrix::new(&*wide_b, k, cols)
         } else {
             b
         };
-        let mut wide = MatrixMut::new(wide_c, rows, cols);
+        let mut wide = HostMatrixMut::new(&mut *wide_c, rows, cols);
         gemm_tile(Tile::of(&mut wide), view_a, view_b, alpha, accumulate);
         for row in 0..c.rows {
             for col in 0..c.cols {

@@ -12,9 +12,12 @@ mod tests;
 use rayon::prelude::*;
 
 use super::{
-    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Device, Gate, Matrix, MatrixMut, Pairing,
-    ProductKernel, Products, RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow, Turn,
+    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Buffer, Device, Floats, FloatsMut, Gate,
+    HostMatrix, HostMatrixMut, Matrix, MatrixMut, Pairing, ProductKernel, Products, RotaryTable, Routing,
+    RowLoss, StoredMatrix, TargetRow, Turn,
 };
+
+use crate::contract::HiddenDtype;
 
 pub use amx::{NoAmx, PackedMatrix};
 pub use setup::{Cpu, ThreadsError};
@@ -29,7 +32,7 @@ fn rows_per_task(width: usize) -> usize {
 }
 
 /// Calls `work(row, elements)` for every row of `out`, over the pool when there is enough to do.
-fn each_row(out: MatrixMut<'_>, work: impl Fn(usize, &mut [f32]) + Sync) {
+fn each_row(out: HostMatrixMut<'_>, work: impl Fn(usize, &mut [f32]) + Sync) {
     let (rows, cols, stride) = (out.rows, out.cols, out.row_stride.max(1));
     if rows == 0 || cols == 0 {
         return;
@@ -47,7 +50,7 @@ fn each_row(out: MatrixMut<'_>, work: impl Fn(usize, &mut [f32]) + Sync) {
 
 /// [`each_row`] with one more value per row.
 fn each_row_with<T: Send>(
-    out: MatrixMut<'_>,
+    out: HostMatrixMut<'_>,
     values: &mut [T],
     work: impl Fn(usize, &mut [f32], &mut T) + Sync,
 ) {
@@ -66,13 +69,17 @@ fn each_row_with<T: Send>(
         });
 }
 
-fn row<'a>(x: &Matrix<'a>, row: usize) -> &'a [f32] {
+fn row<'a>(x: &HostMatrix<'a>, row: usize) -> &'a [f32] {
     &x.data[row * x.row_stride..][..x.cols]
 }
 
 impl Device for Cpu {
     fn install<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
         self.pool.install(work)
+    }
+
+    fn is_host(&self) -> bool {
+        true
     }
 
     fn products(&self) -> Products {
@@ -82,7 +89,64 @@ impl Device for Cpu {
         }
     }
 
+    fn fit(&self, buffer: &mut Buffer, _: &'static str, len: usize) {
+        buffer.resize_on_host(len);
+    }
+
+    fn lend<'a>(&self, values: &'a [f32], _: &'a mut Buffer, _: &'static str) -> Floats<'a> {
+        values.into()
+    }
+
+    fn place(&self, values: Buffer, _: &'static str) -> Buffer {
+        values
+    }
+
+    fn assign(&self, target: FloatsMut<'_>, source: Floats<'_>) {
+        target.host().copy_from_slice(source.host());
+    }
+
+    fn fill(&self, x: FloatsMut<'_>, value: f32) {
+        x.host().fill(value);
+    }
+
+    fn capture(&self, x: Matrix<'_>, dtype: HiddenDtype, out: &mut [u8], row_bytes: usize) {
+        let x = x.host();
+        let bytes = x.cols * dtype.bytes();
+        assert!(
+            bytes <= row_bytes && (x.rows == 0 || out.len() >= (x.rows - 1) * row_bytes + bytes),
+            "memory for captured states"
+        );
+        if bytes == 0 {
+            return;
+        }
+        for (r, out) in out.chunks_mut(row_bytes).take(x.rows).enumerate() {
+            dtype.write(row(&x, r), &mut out[..bytes]);
+        }
+    }
+
+    fn first_beyond(&self, x: Matrix<'_>, largest: f32) -> Option<usize> {
+        let x = x.host();
+        // Without a branch per element, so that it vectorises; NaN fails the comparison.
+        let is_within = |values: &[f32]| {
+            values
+                .iter()
+                .fold(true, |all, value| all & (value.abs() <= largest))
+        };
+        (0..x.rows).find(|&r| !is_within(row(&x, r)))
+    }
+
+    fn checksum(&self, x: Floats<'_>) -> u64 {
+        let x = x.host();
+        self.install(|| {
+            let blocks = x.par_chunks(ELEMENTS).enumerate();
+            blocks
+                .map(|(block, x)| simd::checksum((block * ELEMENTS) as u32, x))
+                .reduce(|| 0, u64::wrapping_add)
+        })
+    }
+
     fn gemm(&self, c: MatrixMut<'_>, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool) {
+        let (c, a, b) = (c.host(), a.host(), b.host());
         self.install(|| match &self.amx {
             Some(amx) => amx.gemm(c, a, b, alpha, accumulate),
             None => gemm::gemm(c, a, b, alpha, accumulate),
@@ -90,13 +154,22 @@ impl Device for Cpu {
     }
 
     fn gemm_stored(&self, c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn StoredMatrix, accumulate: bool) {
+        let (c, a) = (c.host(), a.host());
         self.install(|| match &self.amx {
             Some(amx) => amx.gemm_stored(c, a, weights, accumulate),
             None => gemm::gemm_stored(c, a, weights, accumulate),
         });
     }
 
-    fn rms_norm(&self, x: Matrix<'_>, weight: &[f32], epsilon: f32, y: MatrixMut<'_>, rstd: &mut [f32]) {
+    fn rms_norm(
+        &self,
+        x: Matrix<'_>,
+        weight: Floats<'_>,
+        epsilon: f32,
+        y: MatrixMut<'_>,
+        rstd: FloatsMut<'_>,
+    ) {
+        let (x, weight, y, rstd) = (x.host(), weight.host(), y.host(), rstd.host());
         assert_eq!(
             (x.rows, x.cols, weight.len(), x.col_stride),
             (y.rows, y.cols, y.cols, 1),
@@ -112,11 +185,12 @@ impl Device for Cpu {
     fn rms_norm_backward(
         &self,
         x: Matrix<'_>,
-        weight: &[f32],
-        rstd: &[f32],
+        weight: Floats<'_>,
+        rstd: Floats<'_>,
         dy: Matrix<'_>,
         dx: MatrixMut<'_>,
     ) {
+        let (x, weight, rstd, dy, dx) = (x.host(), weight.host(), rstd.host(), dy.host(), dx.host());
         assert_eq!(
             (x.rows, x.cols),
             (dx.rows, dx.cols),
@@ -139,7 +213,14 @@ impl Device for Cpu {
         });
     }
 
-    fn rms_norm_weight_gradient(&self, x: Matrix<'_>, rstd: &[f32], dy: Matrix<'_>, dweight: &mut [f32]) {
+    fn rms_norm_weight_gradient(
+        &self,
+        x: Matrix<'_>,
+        rstd: Floats<'_>,
+        dy: Matrix<'_>,
+        dweight: FloatsMut<'_>,
+    ) {
+        let (x, rstd, dy, dweight) = (x.host(), rstd.host(), dy.host(), dweight.host());
         assert_eq!(
             (x.rows, x.cols),
             (dy.rows, dy.cols),
@@ -171,7 +252,8 @@ impl Device for Cpu {
         });
     }
 
-    fn rotate(&self, x: &mut [f32], head_dim: usize, table: &RotaryTable, positions: &[u32], turn: Turn) {
+    fn rotate(&self, x: FloatsMut<'_>, head_dim: usize, table: &RotaryTable, positions: &[u32], turn: Turn) {
+        let x = x.host();
         let (half, offset) = (table.half(), table.offset());
         assert!(
             offset + 2 * half <= head_dim,
@@ -187,7 +269,7 @@ impl Device for Cpu {
         );
         let sign = if turn == Turn::Forward { 1.0 } else { -1.0 };
         self.install(|| {
-            each_row(MatrixMut::new(x, positions.len(), width), |r, x| {
+            each_row(HostMatrixMut::new(x, positions.len(), width), |r, x| {
                 let (cos, sin) = table.at(positions[r]);
                 for head in x.chunks_exact_mut(head_dim) {
                     let turned = &mut head[offset..offset + 2 * half];
@@ -203,7 +285,8 @@ impl Device for Cpu {
         });
     }
 
-    fn swiglu(&self, gate: &[f32], up: &[f32], out: &mut [f32]) {
+    fn swiglu(&self, gate: Floats<'_>, up: Floats<'_>, out: FloatsMut<'_>) {
+        let (gate, up, out) = (gate.host(), up.host(), out.host());
         assert_eq!((gate.len(), up.len()), (out.len(), out.len()), "shapes of swiglu");
         self.install(|| {
             let blocks = gate
@@ -214,7 +297,8 @@ impl Device for Cpu {
         });
     }
 
-    fn swiglu_backward(&self, gate: &mut [f32], up: &mut [f32], dout: &[f32]) {
+    fn swiglu_backward(&self, gate: FloatsMut<'_>, up: FloatsMut<'_>, dout: Floats<'_>) {
+        let (gate, up, dout) = (gate.host(), up.host(), dout.host());
         assert_eq!(
             (gate.len(), up.len()),
             (dout.len(), dout.len()),
@@ -230,6 +314,7 @@ impl Device for Cpu {
     }
 
     fn gather(&self, table: Matrix<'_>, rows: &[u32], out: MatrixMut<'_>) {
+        let (table, out) = (table.host(), out.host());
         assert_eq!(
             (rows.len(), table.cols, table.col_stride),
             (out.rows, out.cols, 1),
@@ -239,6 +324,7 @@ impl Device for Cpu {
     }
 
     fn gather_stored(&self, table: &dyn StoredMatrix, rows: &[u32], out: MatrixMut<'_>) {
+        let out = out.host();
         assert_eq!(
             (rows.len(), table.cols()),
             (out.rows, out.cols),
@@ -253,6 +339,7 @@ impl Device for Cpu {
     }
 
     fn copy(&self, source: Matrix<'_>, target: MatrixMut<'_>) {
+        let (source, target) = (source.host(), target.host());
         assert_eq!(
             (source.rows, source.cols, source.col_stride),
             (target.rows, target.cols, 1),
@@ -262,6 +349,7 @@ impl Device for Cpu {
     }
 
     fn scatter_add(&self, source: Matrix<'_>, rows: &[u32], target: MatrixMut<'_>) {
+        let (source, target) = (source.host(), target.host());
         assert_eq!(
             (source.rows, source.cols, source.col_stride),
             (rows.len(), target.cols, 1),
@@ -280,6 +368,7 @@ impl Device for Cpu {
     }
 
     fn scatter_add_scaled(&self, source: Matrix<'_>, rows: &[u32], factors: &[f32], target: MatrixMut<'_>) {
+        let (source, target) = (source.host(), target.host());
         assert_eq!(
             (source.rows, source.cols, source.col_stride, factors.len()),
             (rows.len(), target.cols, 1, rows.len()),
@@ -295,7 +384,8 @@ impl Device for Cpu {
         }
     }
 
-    fn gated(&self, gate: Gate, g: &[f32], u: &[f32], out: &mut [f32]) {
+    fn gated(&self, gate: Gate, g: Floats<'_>, u: Floats<'_>, out: FloatsMut<'_>) {
+        let (g, u, out) = (g.host(), u.host(), out.host());
         assert_eq!((g.len(), u.len()), (out.len(), out.len()), "shapes of a gate");
         self.install(|| {
             let blocks = g
@@ -310,20 +400,24 @@ impl Device for Cpu {
         });
     }
 
-    fn add_bias(&self, x: MatrixMut<'_>, bias: &[f32]) {
+    fn add_bias(&self, x: MatrixMut<'_>, bias: Floats<'_>) {
+        let (x, bias) = (x.host(), bias.host());
         assert_eq!(x.cols, bias.len(), "shapes of a bias");
         self.install(|| each_row(x, |_, x| simd::add(x, bias)));
     }
 
-    fn scale(&self, x: &mut [f32], factor: f32) {
+    fn scale(&self, x: FloatsMut<'_>, factor: f32) {
+        let x = x.host();
         self.install(|| x.par_chunks_mut(ELEMENTS).for_each(|x| simd::scale(x, factor)));
     }
 
-    fn softcap(&self, x: &mut [f32], cap: f32) {
+    fn softcap(&self, x: FloatsMut<'_>, cap: f32) {
+        let x = x.host();
         self.install(|| x.par_chunks_mut(ELEMENTS).for_each(|x| simd::softcap(x, cap)));
     }
 
     fn route(&self, routing: &Routing<'_>, logits: Matrix<'_>, chosen: &mut [u32], weights: &mut [f32]) {
+        let logits = logits.host();
         let (tokens, experts, top) = (logits.rows, logits.cols, routing.top);
         assert_eq!(
             (chosen.len(), weights.len()),
@@ -348,7 +442,8 @@ impl Device for Cpu {
         });
     }
 
-    fn add(&self, target: &mut [f32], source: &[f32]) {
+    fn add(&self, target: FloatsMut<'_>, source: Floats<'_>) {
+        let (target, source) = (target.host(), source.host());
         assert_eq!(target.len(), source.len(), "shapes of a sum");
         self.install(|| {
             let blocks = target.par_chunks_mut(ELEMENTS).zip(source.par_chunks(ELEMENTS));
@@ -360,24 +455,27 @@ impl Device for Cpu {
         &self,
         attention: &Attention<'_>,
         inputs: &AttentionInputs<'_>,
-        out: &mut [f32],
-        lse: &mut [f32],
+        out: FloatsMut<'_>,
+        lse: FloatsMut<'_>,
     ) {
-        self.install(|| attention::forward(attention, inputs, out, lse));
+        let (inputs, out, lse) = (inputs.host(), out.host(), lse.host());
+        self.install(|| attention::forward(attention, &inputs, out, lse));
     }
 
     fn attention_backward(
         &self,
         attention: &Attention<'_>,
         inputs: &AttentionInputs<'_>,
-        lse: &[f32],
-        dout: &[f32],
+        lse: Floats<'_>,
+        dout: Floats<'_>,
         gradients: AttentionGradients<'_>,
     ) {
-        self.install(|| attention::backward(attention, inputs, lse, dout, gradients));
+        let (inputs, lse, dout, gradients) = (inputs.host(), lse.host(), dout.host(), gradients.host());
+        self.install(|| attention::backward(attention, &inputs, lse, dout, gradients));
     }
 
     fn softmax_targets(&self, logits: MatrixMut<'_>, targets: &mut [TargetRow]) {
+        let logits = logits.host();
         self.install(|| {
             each_row_with(logits, targets, |_, row, target| {
                 let (negative_entropy, argmax) = simd::softmax_target(row);
@@ -398,6 +496,7 @@ impl Device for Cpu {
         coefficients: &[f32],
         losses: &mut [RowLoss],
     ) {
+        let (logits, probabilities) = (logits.host(), probabilities.host());
         assert_eq!(
             (logits.cols, targets.len()),
             (probabilities.cols, probabilities.rows),
@@ -419,6 +518,7 @@ impl Device for Cpu {
     }
 
     fn argmax(&self, x: Matrix<'_>, out: &mut [u32]) {
+        let x = x.host();
         assert_eq!((x.rows, x.col_stride), (out.len(), 1), "shapes of an arg-max");
         self.install(|| {
             out.par_iter_mut()
@@ -430,7 +530,8 @@ impl Device for Cpu {
         });
     }
 
-    fn sum_of_squares(&self, x: &[f32]) -> f64 {
+    fn sum_of_squares(&self, x: Floats<'_>) -> f64 {
+        let x = x.host();
         self.install(|| {
             let mut sums = [0.0; 256];
             let mut total = 0.0;
@@ -448,11 +549,12 @@ impl Device for Cpu {
     fn adamw(
         &self,
         update: &AdamWUpdate,
-        parameters: &mut [f32],
-        m: &mut [f32],
-        v: &mut [f32],
-        gradient: &[f32],
+        parameters: FloatsMut<'_>,
+        m: FloatsMut<'_>,
+        v: FloatsMut<'_>,
+        gradient: Floats<'_>,
     ) {
+        let (parameters, m, v, gradient) = (parameters.host(), m.host(), v.host(), gradient.host());
         let n = parameters.len();
         assert_eq!(
             (m.len(), v.len(), gradient.len()),

@@ -5,7 +5,7 @@ use std::sync::Once;
 use half::bf16;
 
 use super::amx::{self, NoAmx, PackedMatrix};
-use crate::device::{Device, Matrix, MatrixMut, ProductKernel, Products};
+use crate::device::{Device, HostMatrix, Matrix, MatrixMut, ProductKernel, Products};
 
 /// The CPU, with a number of threads.
 #[derive(Debug)]
@@ -83,18 +83,18 @@ impl Cpu {
     /// [`Self::gemm_packed`]; `None` where products are f32, which take `b` as it is.
     pub fn pack(&self, b: Matrix<'_>) -> Option<PackedMatrix> {
         let engine = self.amx.as_ref()?;
-        Some(self.install(|| engine.pack(b)))
+        Some(self.install(|| engine.pack(b.host())))
     }
 
     /// [`Self::pack`] of bf16, without a detour through f32.
-    pub fn pack_bf16(&self, b: Matrix<'_, bf16>) -> Option<PackedMatrix> {
+    pub fn pack_bf16(&self, b: HostMatrix<'_, bf16>) -> Option<PackedMatrix> {
         let engine = self.amx.as_ref()?;
         Some(self.install(|| engine.pack_bf16(b)))
     }
 
     /// Packs other values `b` `[k, n]` into the memory of a packed matrix of that shape.
     pub fn repack(&self, packed: &mut PackedMatrix, b: Matrix<'_>) {
-        self.install(|| packed.refill(b));
+        self.install(|| packed.refill(b.host()));
     }
 
     /// [`Device::gemm`] with a packed right operand: the same bits.
@@ -110,7 +110,7 @@ impl Cpu {
         accumulate: bool,
     ) {
         let engine = self.amx.as_ref().expect("a device that packs has AMX");
-        self.install(|| engine.gemm_packed(c, a, b, alpha, accumulate));
+        self.install(|| engine.gemm_packed(c.host(), a.host(), b, alpha, accumulate));
     }
 
     /// Runs `work` once on every thread, all at the same time.

@@ -7,6 +7,7 @@
 use half::bf16;
 
 use crate::device::AdamWUpdate;
+use crate::device::checksum::checksum_from;
 
 /// Partial sums of a reduction.
 const LANES: usize = 32;
@@ -370,6 +371,11 @@ kernels! {
     fn argmax(x: &[f32]) -> u32 {
         let top = largest(x);
         x.iter().position(|&x| x == top).unwrap_or(0) as u32
+    }
+
+    /// What elements from place `first` on add to a checksum.
+    fn checksum(first: u32, x: &[f32]) -> u64 {
+        checksum_from(first, x)
     }
 
     /// Σ x² in f64.

@@ -124,7 +124,7 @@ impl StoredMatrix for Bf16Matrix<'_> {
         self.cols
     }
 
-    fn in_place(&self) -> Option<Matrix<'_>> {
+    fn in_place(&self) -> Option<HostMatrix<'_>> {
         None
     }
 
@@ -203,7 +203,13 @@ fn the_norm_and_its_gradients_match_f64() {
     let device = cpu(2);
     let (mut y, mut rstd) = (vec![0.0; rows * n], vec![0.0; rows]);
     let view = Matrix::new(&x, rows, n);
-    device.rms_norm(view, &weight, epsilon, MatrixMut::new(&mut y, rows, n), &mut rstd);
+    device.rms_norm(
+        view,
+        (&weight).into(),
+        epsilon,
+        MatrixMut::new(&mut y, rows, n),
+        (&mut rstd).into(),
+    );
     close(
         &y,
         &rms_norm_f64(&widened(&x), &widened(&weight), f64::from(epsilon)),
@@ -211,8 +217,14 @@ fn the_norm_and_its_gradients_match_f64() {
     );
     let (mut dx, mut dw) = (vec![0.0; rows * n], vec![0.0; n]);
     let gradient = Matrix::new(&dy, rows, n);
-    device.rms_norm_backward(view, &weight, &rstd, gradient, MatrixMut::new(&mut dx, rows, n));
-    device.rms_norm_weight_gradient(view, &rstd, gradient, &mut dw);
+    device.rms_norm_backward(
+        view,
+        (&weight).into(),
+        (&rstd).into(),
+        gradient,
+        MatrixMut::new(&mut dx, rows, n),
+    );
+    device.rms_norm_weight_gradient(view, (&rstd).into(), gradient, (&mut dw).into());
     finite_differences(&x, &dy, &dx, |x| {
         rms_norm_f64(x, &widened(&weight), f64::from(epsilon))
     });
@@ -230,10 +242,10 @@ fn swiglu_gradients_match_f64() {
         g.iter().zip(u).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect()
     };
     let mut out = vec![0.0; n];
-    device.swiglu(&gate, &up, &mut out);
+    device.swiglu((&gate).into(), (&up).into(), (&mut out).into());
     close(&out, &f(&widened(&gate), &widened(&up)), 1e-6);
     let (mut dgate, mut dup) = (gate.clone(), up.clone());
-    device.swiglu_backward(&mut dgate, &mut dup, &dout);
+    device.swiglu_backward((&mut dgate).into(), (&mut dup).into(), (&dout).into());
     finite_differences(&gate, &dout, &dgate, |g| f(g, &widened(&up)));
     finite_differences(&up, &dout, &dup, |u| f(&widened(&gate), u));
 }
@@ -244,7 +256,7 @@ fn turning_back_undoes_a_turn_and_position_zero_is_still() {
     let x = wave(3 * 2 * 16, 1.0);
     let mut turned = x.clone();
     let device = cpu(1);
-    device.rotate(&mut turned, 16, &table, &[0, 7, 49], Turn::Forward);
+    device.rotate((&mut turned).into(), 16, &table, &[0, 7, 49], Turn::Forward);
     assert_eq!(turned[..32], x[..32]);
     let (angle, a, b) = (7.0_f64, f64::from(x[32]), f64::from(x[38]));
     close(&turned[32..33], &[a * angle.cos() - b * angle.sin()], 1e-6);
@@ -253,7 +265,7 @@ fn turning_back_undoes_a_turn_and_position_zero_is_still() {
         x[32 + 12..32 + 16],
         "dimensions past the rotated ones"
     );
-    device.rotate(&mut turned, 16, &table, &[0, 7, 49], Turn::Backward);
+    device.rotate((&mut turned).into(), 16, &table, &[0, 7, 49], Turn::Backward);
     close(&turned, &widened(&x), 1e-6);
 }
 
@@ -395,28 +407,28 @@ fn attention_case(
         ..Attention::plain(shape, &plan)
     };
     let inputs = AttentionInputs {
-        q: &q,
-        k: &k,
-        v: &v,
-        k_diagonal: &kd,
-        v_diagonal: &vd,
+        q: (&q).into(),
+        k: (&k).into(),
+        v: (&v).into(),
+        k_diagonal: (&kd).into(),
+        v_diagonal: (&vd).into(),
     };
     let mut bits = Vec::new();
     for threads in [1, 2] {
         let device = cpu(threads);
         let (mut out, mut lse) = (vec![9.0; q.len()], vec![9.0; queries * 4]);
-        device.attention(&attention, &inputs, &mut out, &mut lse);
+        device.attention(&attention, &inputs, (&mut out).into(), (&mut lse).into());
         let [q64, k64, v64, kd64, vd64] = [&q, &k, &v, &kd, &vd].map(|x| widened(x));
         close(&out, &reference.forward(&q64, &k64, &v64, &kd64, &vd64), 2e-6);
         let [mut dq, mut dk, mut dv, mut dkd, mut dvd] = [&q, &k, &v, &kd, &vd].map(|x| vec![0.0; x.len()]);
         let gradients = AttentionGradients {
-            dq: &mut dq,
-            dk: &mut dk,
-            dv: &mut dv,
-            dk_diagonal: &mut dkd,
-            dv_diagonal: &mut dvd,
+            dq: (&mut dq).into(),
+            dk: (&mut dk).into(),
+            dv: (&mut dv).into(),
+            dk_diagonal: (&mut dkd).into(),
+            dv_diagonal: (&mut dvd).into(),
         };
-        device.attention_backward(&attention, &inputs, &lse, &dout, gradients);
+        device.attention_backward(&attention, &inputs, (&lse).into(), (&dout).into(), gradients);
         if threads == 1 {
             finite_differences(&q, &dout, &dq, |q| reference.forward(q, &k64, &v64, &kd64, &vd64));
             finite_differences(&k, &dout, &dk, |k| reference.forward(&q64, k, &v64, &kd64, &vd64));
@@ -463,7 +475,13 @@ fn adamw_follows_its_formula() {
             number,
             gradient_scale: 0.5,
         };
-        device.adamw(&update, &mut p, &mut m, &mut v, &gradient);
+        device.adamw(
+            &update,
+            (&mut p).into(),
+            (&mut m).into(),
+            (&mut v).into(),
+            (&gradient).into(),
+        );
         for i in 0..n {
             let g = 0.5 * f64::from(gradient[i]);
             m64[i] = 0.9 * m64[i] + 0.1 * g;
@@ -474,7 +492,10 @@ fn adamw_follows_its_formula() {
         }
     }
     close(&p, &p64, 1e-6);
-    assert_eq!(device.sum_of_squares(&p), cpu(1).sum_of_squares(&p));
+    assert_eq!(
+        device.sum_of_squares((&p).into()),
+        cpu(1).sum_of_squares((&p).into())
+    );
 }
 
 #[test]
@@ -536,14 +557,14 @@ fn sinks_caps_and_narrow_values_match_f64() {
             ..Attention::plain(shape, &plan)
         };
         let inputs = AttentionInputs {
-            q: &q,
-            k: &k,
-            v: &v,
-            k_diagonal: &[],
-            v_diagonal: &[],
+            q: (&q).into(),
+            k: (&k).into(),
+            v: (&v).into(),
+            k_diagonal: (&[]).into(),
+            v_diagonal: (&[]).into(),
         };
         let (mut out, mut lse) = (vec![9.0; 75 * shape.output_width()], vec![9.0; 75 * 4]);
-        cpu(2).attention(&attention, &inputs, &mut out, &mut lse);
+        cpu(2).attention(&attention, &inputs, (&mut out).into(), (&mut lse).into());
         let reference = Reference {
             shape,
             documents: &documents,
@@ -570,7 +591,7 @@ fn gates_follow_their_formulas() {
     };
     for gate in [Gate::Silu, Gate::GeluTanh, clamped] {
         let mut out = vec![0.0; 3000];
-        cpu(2).gated(gate, &g, &u, &mut out);
+        cpu(2).gated(gate, (&g).into(), (&u).into(), (&mut out).into());
         let expected = g.iter().zip(&u).map(|(&g, &u)| (f64::from(g), f64::from(u)));
         let expected: Vec<f64> = expected
             .map(|(g, u)| match gate {
@@ -588,7 +609,7 @@ fn gates_follow_their_formulas() {
         close(&out, &expected, 1e-6);
     }
     let mut x = g.clone();
-    cpu(2).softcap(&mut x, 3.0);
+    cpu(2).softcap((&mut x).into(), 3.0);
     let expected: Vec<f64> = g.iter().map(|&x| 3.0 * (f64::from(x) / 3.0).tanh()).collect();
     close(&x, &expected, 1e-6);
 }
@@ -602,18 +623,18 @@ fn neighbours_turn_by_the_angles_of_halves() {
     // Two heads of 12, of which the last 8 turn: even places are first halves, odd ones second halves.
     let x = wave(3 * 24, 1.0);
     let mut turned = x.clone();
-    device.rotate(&mut turned, 12, &neighbours, &positions, Turn::Forward);
+    device.rotate((&mut turned).into(), 12, &neighbours, &positions, Turn::Forward);
     let mut sorted: Vec<f32> = Vec::new();
     for head in x.chunks(12) {
         sorted.extend(head[4..].iter().step_by(2).chain(head[5..].iter().step_by(2)));
     }
-    device.rotate(&mut sorted, 8, &halves, &positions, Turn::Forward);
+    device.rotate((&mut sorted).into(), 8, &halves, &positions, Turn::Forward);
     for ((turned, x), sorted) in turned.chunks(12).zip(x.chunks(12)).zip(sorted.chunks(8)) {
         assert_eq!(turned[..4], x[..4], "what is not rotated stays");
         let pairs: Vec<f32> = (0..4).flat_map(|pair| [sorted[pair], sorted[4 + pair]]).collect();
         close(&turned[4..], &widened(&pairs), 1e-6);
     }
-    device.rotate(&mut turned, 12, &neighbours, &positions, Turn::Backward);
+    device.rotate((&mut turned).into(), 12, &neighbours, &positions, Turn::Backward);
     close(&turned, &widened(&x), 1e-6);
 }
 

@@ -44,7 +44,7 @@ use half::bf16;
 
 use self::hardware::Amx;
 use self::product::{Right, SLAB_BYTES, Workspace, product};
-use crate::device::{Matrix, MatrixMut, StoredMatrix};
+use crate::device::{HostMatrix, HostMatrixMut, StoredMatrix};
 
 /// Whether this process can use AMX: processor, operating system, permission, and a product whose result is known.
 ///
@@ -84,7 +84,14 @@ impl Engine {
     }
 
     /// `c = alpha · a·b` or `c += alpha · a·b` over the threads of the current pool.
-    pub(super) fn gemm(&self, c: MatrixMut<'_>, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool) {
+    pub(super) fn gemm(
+        &self,
+        c: HostMatrixMut<'_>,
+        a: HostMatrix<'_>,
+        b: HostMatrix<'_>,
+        alpha: f32,
+        accumulate: bool,
+    ) {
         let right = Right::Source(b.transposed().into());
         product(self.amx, &self.workspace, c, a, right, alpha, accumulate);
     }
@@ -92,8 +99,8 @@ impl Engine {
     /// `c = alpha · a·b` or `c += alpha · a·b` with packed `b`.
     pub(super) fn gemm_packed(
         &self,
-        c: MatrixMut<'_>,
-        a: Matrix<'_>,
+        c: HostMatrixMut<'_>,
+        a: HostMatrix<'_>,
         b: &PackedMatrix,
         alpha: f32,
         accumulate: bool,
@@ -112,8 +119,8 @@ impl Engine {
     /// `c = a·wᵀ` or `c += a·wᵀ`; weights that have a place for it are packed once and kept.
     pub(super) fn gemm_stored(
         &self,
-        c: MatrixMut<'_>,
-        a: Matrix<'_>,
+        c: HostMatrixMut<'_>,
+        a: HostMatrix<'_>,
         weights: &dyn StoredMatrix,
         accumulate: bool,
     ) {
@@ -138,12 +145,12 @@ impl Engine {
     }
 
     /// The right operand of products, `[k, n]`, packed.
-    pub(super) fn pack(&self, b: Matrix<'_>) -> PackedMatrix {
+    pub(super) fn pack(&self, b: HostMatrix<'_>) -> PackedMatrix {
         PackedMatrix::new(b.transposed().into())
     }
 
     /// [`Self::pack`] of bf16.
-    pub(super) fn pack_bf16(&self, b: Matrix<'_, bf16>) -> PackedMatrix {
+    pub(super) fn pack_bf16(&self, b: HostMatrix<'_, bf16>) -> PackedMatrix {
         PackedMatrix::new(b.transposed().into())
     }
 }

@@ -11,7 +11,7 @@
 use half::bf16;
 
 use super::tiles::{Line, PANEL_LANES, STEP_DEPTH, STEP_LINES, TILE_ROWS};
-use crate::device::Matrix;
+use crate::device::HostMatrix;
 
 /// A tile while it is made: 16 lanes by 16 pairs, or the other way round.
 type Block = [[u32; 16]; 16];
@@ -58,7 +58,7 @@ impl Element for bf16 {
 /// steps each.
 pub(super) fn panels<T: Element>(
     side: Side,
-    source: Matrix<'_, T>,
+    source: HostMatrix<'_, T>,
     first: usize,
     steps: usize,
     out: &mut [Line],
@@ -109,7 +109,7 @@ impl Level {
     pub(super) fn panels<T: Element>(
         self,
         side: Side,
-        source: Matrix<'_, T>,
+        source: HostMatrix<'_, T>,
         first: usize,
         steps: usize,
         out: &mut [Line],
@@ -130,7 +130,7 @@ impl Level {
 #[inline(always)]
 fn fill<T: Element>(
     side: Side,
-    source: Matrix<'_, T>,
+    source: HostMatrix<'_, T>,
     first: usize,
     steps: usize,
     out: &mut [Line],
@@ -158,7 +158,7 @@ fn fill<T: Element>(
 #[inline(always)]
 fn tile<T: Element>(
     side: Side,
-    source: Matrix<'_, T>,
+    source: HostMatrix<'_, T>,
     lane: usize,
     depth: usize,
     lines: &mut [Line],
@@ -238,12 +238,12 @@ mod x86_64 {
         _mm256_unpacklo_epi32, _mm256_unpacklo_epi64,
     };
 
-    use super::{Block, Element, Line, Matrix, Side, fill};
+    use super::{Block, Element, HostMatrix, Line, Side, fill};
 
     #[target_feature(enable = "avx2")]
     pub(super) fn fill_avx2<T: Element>(
         side: Side,
-        source: Matrix<'_, T>,
+        source: HostMatrix<'_, T>,
         first: usize,
         steps: usize,
         out: &mut [Line],
@@ -254,7 +254,7 @@ mod x86_64 {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2")]
     pub(super) fn fill_avx512<T: Element>(
         side: Side,
-        source: Matrix<'_, T>,
+        source: HostMatrix<'_, T>,
         first: usize,
         steps: usize,
         out: &mut [Line],

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use super::pack::{self, Side};
 use super::tiles::{Line, PANEL_LANES, STEP_DEPTH, STEP_LINES};
 use crate::device::cpu::scratch::with_scratch;
-use crate::device::{Matrix, StoredMatrix};
+use crate::device::{HostMatrix, StoredMatrix};
 
 /// Panels that one task packs together at most: a line of memory then gives it 1 KiB of f32.
 const GROUP_PANELS: usize = 8;
@@ -16,20 +16,20 @@ const GROUP_PANELS: usize = 8;
 /// An operand before it is packed, `[lanes, depth]`.
 #[derive(Clone, Copy)]
 pub(super) enum Source<'a> {
-    F32(Matrix<'a>),
-    Bf16(Matrix<'a, bf16>),
+    F32(HostMatrix<'a>),
+    Bf16(HostMatrix<'a, bf16>),
     /// Unpacked to f32 panel by panel.
     Stored(&'a dyn StoredMatrix),
 }
 
-impl<'a> From<Matrix<'a>> for Source<'a> {
-    fn from(matrix: Matrix<'a>) -> Self {
+impl<'a> From<HostMatrix<'a>> for Source<'a> {
+    fn from(matrix: HostMatrix<'a>) -> Self {
         Self::F32(matrix)
     }
 }
 
-impl<'a> From<Matrix<'a, bf16>> for Source<'a> {
-    fn from(matrix: Matrix<'a, bf16>) -> Self {
+impl<'a> From<HostMatrix<'a, bf16>> for Source<'a> {
+    fn from(matrix: HostMatrix<'a, bf16>) -> Self {
         Self::Bf16(matrix)
     }
 }
@@ -98,7 +98,7 @@ impl Source<'_> {
                         let lanes = PANEL_LANES.min(all - first);
                         let wide = &mut wide[..lanes * depth];
                         matrix.unpack(first..first + lanes, wide);
-                        pack::panels(side, Matrix::new(wide, lanes, depth), 0, steps, out);
+                        pack::panels(side, HostMatrix::new(&*wide, lanes, depth), 0, steps, out);
                     }
                 });
             }
@@ -173,7 +173,7 @@ impl PackedMatrix {
     }
 
     /// Takes the values of another right operand `[k, n]` of its shape.
-    pub(in crate::device::cpu) fn refill(&mut self, b: Matrix<'_>) {
+    pub(in crate::device::cpu) fn refill(&mut self, b: HostMatrix<'_>) {
         self.fill(b.transposed().into());
     }
 

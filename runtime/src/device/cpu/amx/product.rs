@@ -11,7 +11,7 @@ use super::packed::{PackedMatrix, Panels, Source};
 use super::tiles::{BLOCK_SUMS, Line, PANEL_LANES, STEP_DEPTH, STEP_LINES};
 use crate::device::cpu::gemm::Tile;
 use crate::device::cpu::scratch::with_scratch;
-use crate::device::{Matrix, MatrixMut};
+use crate::device::{HostMatrix, HostMatrixMut};
 
 /// Bytes of an operand that are packed at a time; what the cores of a machine share of cache, roughly.
 pub(super) const SLAB_BYTES: usize = 32 << 20;
@@ -87,8 +87,8 @@ impl Right<'_> {
 pub(super) fn product(
     amx: Amx,
     workspace: &Workspace,
-    mut c: MatrixMut<'_>,
-    a: Matrix<'_>,
+    mut c: HostMatrixMut<'_>,
+    a: HostMatrix<'_>,
     b: Right<'_>,
     alpha: f32,
     accumulate: bool,

@@ -3,7 +3,7 @@
 use super::hardware::Amx;
 use super::pack::{self, Side};
 use super::tiles::{BLOCK_SUMS, Line, NoAmx, PANEL_LANES, STEP_DEPTH, STEP_LINES};
-use crate::device::Matrix;
+use crate::device::HostMatrix;
 
 const STEPS: usize = 3;
 const DEPTH: usize = STEPS * STEP_DEPTH;
@@ -23,7 +23,13 @@ pub(super) fn check(amx: Amx) -> Result<(), NoAmx> {
         .into_iter()
         .zip(&mut packed)
     {
-        pack::panels(side, Matrix::new(operand, PANEL_LANES, DEPTH), 0, STEPS, packed);
+        pack::panels(
+            side,
+            HostMatrix::new(&operand[..], PANEL_LANES, DEPTH),
+            0,
+            STEPS,
+            packed,
+        );
     }
     let mut sums = [0.0; BLOCK_SUMS];
     let mut tiles = amx.configure();

@@ -3,7 +3,7 @@
 use half::bf16;
 use proptest::prelude::*;
 
-use crate::device::Matrix;
+use crate::device::HostMatrix;
 use crate::device::cpu::amx::pack::{Element, Level, Side};
 use crate::device::cpu::amx::tiles::{Line, PANEL_LANES, STEP_DEPTH, STEP_LINES};
 
@@ -23,7 +23,7 @@ fn bits(seed: u32) -> impl Iterator<Item = u32> {
 }
 
 /// One panel from its definition.
-fn defined<T: Element>(side: Side, source: Matrix<'_, T>, first: usize, steps: usize) -> Vec<[u32; 16]> {
+fn defined<T: Element>(side: Side, source: HostMatrix<'_, T>, first: usize, steps: usize) -> Vec<[u32; 16]> {
     let at = |lane: usize, term: usize| {
         if lane < source.rows && term < source.cols {
             u32::from(source.data[lane * source.row_stride + term * source.col_stride].bits())
@@ -43,7 +43,7 @@ fn defined<T: Element>(side: Side, source: Matrix<'_, T>, first: usize, steps: u
     (0..steps * STEP_LINES).map(line).collect()
 }
 
-fn check<T: Element>(source: Matrix<'_, T>) -> Result<(), TestCaseError> {
+fn check<T: Element>(source: HostMatrix<'_, T>) -> Result<(), TestCaseError> {
     let (steps, panels) = (
         source.cols.div_ceil(STEP_DEPTH),
         source.rows.div_ceil(PANEL_LANES),
@@ -70,14 +70,14 @@ fn check_layouts<T: Element>(
     depth: usize,
     gap: usize,
 ) -> Result<(), TestCaseError> {
-    check(Matrix::strided(values, lanes, depth, depth + gap))?;
-    check(Matrix::strided(values, depth, lanes, lanes + gap).transposed())?;
+    check(HostMatrix::strided(values, lanes, depth, depth + gap))?;
+    check(HostMatrix::strided(values, depth, lanes, lanes + gap).transposed())?;
     // Neither way contiguous.
-    let wide = Matrix::strided(values, depth, lanes, lanes + gap).transposed();
+    let wide = HostMatrix::strided(values, depth, lanes, lanes + gap).transposed();
     check(wide.part((0, 2, lanes.div_ceil(2)), 0, depth))?;
     // One row of memory, or one column of it.
-    check(Matrix::strided(&values[..depth], 1, depth, depth))?;
-    check(Matrix::strided(&values[..lanes], 1, lanes, lanes).transposed())
+    check(HostMatrix::strided(&values[..depth], 1, depth, depth))?;
+    check(HostMatrix::strided(&values[..lanes], 1, lanes, lanes).transposed())
 }
 
 proptest! {

@@ -7,7 +7,7 @@ use half::bf16;
 use proptest::prelude::*;
 
 use crate::device::cpu::amx::{Engine, PackedMatrix};
-use crate::device::{Matrix, MatrixMut, StoredMatrix};
+use crate::device::{HostMatrix, HostMatrixMut, StoredMatrix};
 
 /// Half a unit in the last place of 1.
 const ROUNDING: f64 = 5.960_464_477_539_063e-8;
@@ -41,11 +41,11 @@ impl Layout {
         (rows.max(cols) + self.gap) * rows.max(cols)
     }
 
-    fn view<T: Copy>(self, data: &[T], rows: usize, cols: usize) -> Matrix<'_, T> {
+    fn view<T: Copy>(self, data: &[T], rows: usize, cols: usize) -> HostMatrix<'_, T> {
         if self.is_transposed {
-            Matrix::strided(data, cols, rows, rows + self.gap).transposed()
+            HostMatrix::strided(data, cols, rows, rows + self.gap).transposed()
         } else {
-            Matrix::strided(data, rows, cols, cols + self.gap)
+            HostMatrix::strided(data, rows, cols, cols + self.gap)
         }
     }
 }
@@ -67,10 +67,10 @@ pub(super) enum Handing {
 /// Weights in some form.
 #[derive(Debug)]
 struct Weights<'a> {
-    wide: Option<Matrix<'a>>,
-    narrow: Option<Matrix<'a, bf16>>,
+    wide: Option<HostMatrix<'a>>,
+    narrow: Option<HostMatrix<'a, bf16>>,
     /// Read to unpack, `[n, k]`.
-    values: Matrix<'a>,
+    values: HostMatrix<'a>,
     kept: Option<OnceLock<PackedMatrix>>,
 }
 
@@ -83,11 +83,11 @@ impl StoredMatrix for Weights<'_> {
         self.values.cols
     }
 
-    fn in_place(&self) -> Option<Matrix<'_>> {
+    fn in_place(&self) -> Option<HostMatrix<'_>> {
         self.wide
     }
 
-    fn in_place_bf16(&self) -> Option<Matrix<'_, bf16>> {
+    fn in_place_bf16(&self) -> Option<HostMatrix<'_, bf16>> {
         self.narrow
     }
 
@@ -104,7 +104,7 @@ impl StoredMatrix for Weights<'_> {
     }
 }
 
-fn element<T: Copy>(matrix: Matrix<'_, T>, row: usize, col: usize) -> T {
+fn element<T: Copy>(matrix: HostMatrix<'_, T>, row: usize, col: usize) -> T {
     matrix.data[row * matrix.row_stride + col * matrix.col_stride]
 }
 
@@ -160,7 +160,7 @@ impl Case {
         let narrow = self.b.view(&b_narrow, k, n);
         let before = values((n + self.gap) * m, self.seed ^ 99);
         let mut c = before.clone();
-        let view = MatrixMut::strided(&mut c, m, n, n + self.gap);
+        let view = HostMatrixMut::strided(&mut c[..], m, n, n + self.gap);
         let (alpha, accumulate) = (self.alpha, self.accumulate);
         let weights = |wide: bool, narrow_too: bool, keeps: bool| Weights {
             wide: wide.then_some(b.transposed()),

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::product_case::{Case, Handing, Layout, case, values};
 use super::{engine, engine_with_slabs};
-use crate::device::{Cpu, Device, Matrix, MatrixMut, ProductKernel};
+use crate::device::{Cpu, Device, HostMatrix, Matrix, MatrixMut, ProductKernel};
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(250))]
@@ -122,11 +122,13 @@ fn a_packed_matrix_is_used_by_many_products_and_takes_new_values() {
     let cpu = Cpu::with_amx(2);
     assert_eq!(cpu.kernel(), ProductKernel::AmxBf16);
     let (first, second) = (values(n * k, 2), values(n * k, 3));
-    let view = |b| Matrix::new(b, n, k).transposed();
-    let mut packed = cpu.pack(view(&first)).expect("a unit");
+    fn view(b: &[f32], (n, k): (usize, usize)) -> Matrix<'_> {
+        Matrix::new(b, n, k).transposed()
+    }
+    let mut packed = cpu.pack(view(&first, (n, k))).expect("a unit");
     assert_eq!((packed.rows(), packed.cols()), (k, n));
     for (b, seed) in [(&first, 4), (&first, 5), (&second, 4)] {
-        cpu.repack(&mut packed, view(b));
+        cpu.repack(&mut packed, view(b, (n, k)));
         let (a, mut c) = (values(m * k, seed), vec![0.0; m * n]);
         cpu.gemm_packed(
             MatrixMut::new(&mut c, m, n),
@@ -139,7 +141,7 @@ fn a_packed_matrix_is_used_by_many_products_and_takes_new_values() {
     }
     let narrow: Vec<bf16> = second.iter().map(|&x| bf16::from_f32(x)).collect();
     let also = cpu
-        .pack_bf16(Matrix::new(&narrow, n, k).transposed())
+        .pack_bf16(HostMatrix::new(&narrow[..], n, k).transposed())
         .expect("a unit");
     let (a, mut c) = (values(m * k, 6), vec![0.0; m * n]);
     cpu.gemm_packed(

@@ -1,0 +1,111 @@
+//! Operands of an operation, on the device: where they lie already, or in memory that was lent for the operation.
+
+use super::driver::CudaError;
+use super::matrix::{MatrixView, MatrixViewMut};
+use super::memory::{View, ViewMut};
+use super::staging::{Lent, Staging};
+use super::stream::Stream;
+use crate::device::floats::{Place, PlaceMut};
+use crate::device::{Floats, FloatsMut};
+
+/// Floats to read.
+pub(super) enum Input<'d, 'a> {
+    There(View<'a, f32>),
+    Sent(Lent<'d, f32>),
+}
+
+impl Input<'_, '_> {
+    pub(super) fn view(&self) -> View<'_, f32> {
+        match self {
+            Self::There(view) => *view,
+            Self::Sent(lent) => lent.view(),
+        }
+    }
+}
+
+/// Floats to write, or to read and write.
+pub(super) enum Output<'d, 'a> {
+    There(ViewMut<'a, f32>),
+    /// A copy, and where it belongs.
+    Lent(Lent<'d, f32>, &'a mut [f32]),
+}
+
+impl Output<'_, '_> {
+    pub(super) fn view_mut(&mut self) -> ViewMut<'_, f32> {
+        match self {
+            Self::There(view) => view.reborrow(),
+            Self::Lent(lent, _) => lent.view_mut(),
+        }
+    }
+
+    /// Brings what was written to the host, if it belongs there.
+    pub(super) fn settle(self, stream: &Stream) -> Result<(), CudaError> {
+        match self {
+            Self::There(_) => Ok(()),
+            Self::Lent(lent, home) => stream.download(lent.view(), home),
+        }
+    }
+}
+
+/// Floats to read: sent to the device if they lie on the host.
+pub(super) fn input<'d, 'a>(
+    staging: &'d Staging,
+    stream: &Stream,
+    floats: Floats<'a>,
+) -> Result<Input<'d, 'a>, CudaError> {
+    match floats.0 {
+        Place::Gpu(view) => Ok(Input::There(view)),
+        Place::Host(floats) => {
+            let mut lent = staging.lend(floats.len())?;
+            stream.upload(floats, lent.view_mut())?;
+            Ok(Input::Sent(lent))
+        }
+    }
+}
+
+/// Floats to write. Those on the host are sent first if the operation leaves some of them, or adds to them.
+pub(super) fn output<'d, 'a>(
+    staging: &'d Staging,
+    stream: &Stream,
+    floats: FloatsMut<'a>,
+    is_read: bool,
+) -> Result<Output<'d, 'a>, CudaError> {
+    match floats.0 {
+        PlaceMut::Gpu(view) => Ok(Output::There(view)),
+        PlaceMut::Host(floats) => {
+            let mut lent = staging.lend(floats.len())?;
+            if is_read {
+                stream.upload(floats, lent.view_mut())?;
+            }
+            Ok(Output::Lent(lent, floats))
+        }
+    }
+}
+
+/// A matrix to read, whose elements lie along rows.
+pub(super) struct InputMatrix<'d, 'a> {
+    pub(super) data: Input<'d, 'a>,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) row_stride: usize,
+}
+
+impl InputMatrix<'_, '_> {
+    pub(super) fn view(&self) -> MatrixView<'_> {
+        MatrixView::strided(self.data.view(), self.rows, self.cols, self.row_stride)
+    }
+}
+
+/// A matrix to write, or to read and write.
+pub(super) struct OutputMatrix<'d, 'a> {
+    pub(super) data: Output<'d, 'a>,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) row_stride: usize,
+}
+
+impl OutputMatrix<'_, '_> {
+    pub(super) fn view_mut(&mut self) -> MatrixViewMut<'_> {
+        MatrixViewMut::strided(self.data.view_mut(), self.rows, self.cols, self.row_stride)
+    }
+}
