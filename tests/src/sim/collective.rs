@@ -98,9 +98,15 @@ impl World {
     }
 
     /// A rank brings in its lanes of a step.
-    pub(super) fn bring(&mut self, id: RankId, meeting: MeetingId, step: Step, lanes: Lanes) {
-        let limit_ms = self.plan.settings.step_timeout_ms * u64::from(self.plan.settings.lanes) * 2;
-        self.say_word(id, meeting, Word::SumLate { step }, limit_ms);
+    pub(super) fn bring(
+        &mut self,
+        id: RankId,
+        meeting: MeetingId,
+        step: Step,
+        lanes: Lanes,
+        patience_ms: u64,
+    ) {
+        self.say_word(id, meeting, Word::SumLate { step }, patience_ms);
         let Some(group) = self.meetings.get_mut(meeting as usize) else {
             return;
         };

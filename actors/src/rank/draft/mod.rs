@@ -182,6 +182,11 @@ impl DraftWorker {
         if epoch < self.epoch {
             return Ok(());
         }
+        let is_known = epoch == self.epoch && self.group.as_mut().is_some_and(|group| group.part().is_some());
+        if is_known {
+            // NCCL-1: a second id for one epoch would be nobody else's.
+            return Ok(());
+        }
         self.abandon(epoch)?;
         faults::reach(Point::Form, None)?;
         let seat = self.context.seat.index;

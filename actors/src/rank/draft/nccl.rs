@@ -22,8 +22,10 @@ use crate::recipe;
 
 /// Longest wait for the end of an epoch's collectives.
 const ABORT_PATIENCE: Duration = Duration::from_secs(10);
-/// A step's collectives may take so much longer than the coordinator waits for a step: it knows better who is to blame.
-const STEP_MARGIN: Duration = Duration::from_secs(30);
+
+/// Part of the coordinator's limit for a step in which its collectives are done, or broken: at the limit it would end all
+/// who wait, and not only who hangs.
+const STEP_SHARE: f64 = 0.9;
 
 /// Ends what a rank does over NCCL when the coordinator says so; shared with the thread that hears it.
 #[derive(Clone, Default)]
@@ -127,7 +129,7 @@ impl Nccl {
             sums,
             epoch,
             has_met: false,
-            step_timeout: lane_timeout.saturating_mul(most_lanes as u32) + STEP_MARGIN,
+            step_timeout: lane_timeout.saturating_mul(most_lanes as u32).mul_f64(STEP_SHARE),
         })
     }
 
@@ -173,7 +175,6 @@ impl Part {
         if !self.has_met {
             return Err(RankFault::passing("a step began before the members have met"));
         }
-        // Beyond any deadline that the coordinator has for a step.
         self.sums
             .begin(lanes, Instant::now() + self.step_timeout)
             .map_err(RankFault::passing)

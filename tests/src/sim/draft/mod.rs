@@ -290,6 +290,9 @@ impl Draft {
         if epoch < self.epoch {
             return Ok(());
         }
+        if epoch == self.epoch && self.group.as_ref().is_some_and(|group| group.meeting.is_some()) {
+            return Ok(());
+        }
         self.abandon(world, id, epoch)?;
         world.close(id, |link| link.kind == LinkKind::Group);
         let own = world.ranks[id].seat.index;

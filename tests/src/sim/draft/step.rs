@@ -181,8 +181,11 @@ impl Draft {
                 post(world, id, group, self.epoch, step, outgoing);
             }
             Sum::Nccl(meeting, brought) => {
+                let lanes_of = |seat: u16| group.owners.iter().filter(|&&owner| owner == seat).count() as u64;
+                let most = group.members.iter().map(|&(seat, _)| lanes_of(seat)).max();
+                let patience_ms = world.plan.settings.step_timeout_ms * most.unwrap_or(1).max(1) * 9 / 10;
                 if world.has_effect(id) {
-                    world.bring(id, *meeting, step, std::mem::take(brought));
+                    world.bring(id, *meeting, step, std::mem::take(brought), patience_ms);
                 }
             }
         }
