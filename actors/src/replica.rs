@@ -10,6 +10,7 @@ use bytes::Bytes;
 use eaglet_runtime::checkpoint::{
     self, CheckpointError, CheckpointFolder, DraftConfig, StateView, TrainingState,
 };
+use eaglet_runtime::collective::{BucketError, BucketPlan};
 use eaglet_runtime::contract::Contract;
 use eaglet_runtime::control::{Acceptance, LaneMetrics, StepMetrics};
 use eaglet_runtime::device::{Buffer, Device, checksum};
@@ -152,6 +153,16 @@ impl<D: Device> Replica<D> {
             export,
             tokens_per_row: config.training.tokens_per_row,
         })
+    }
+
+    /// The buckets that its gradient is summed in over NCCL.
+    ///
+    /// # Errors
+    /// If its layout contradicts itself.
+    pub fn buckets(&self) -> Result<BucketPlan, BucketError> {
+        let (layout, elements) = (self.draft.layout(), self.parameters.len());
+        let bucket_elements = BucketPlan::bucket_elements_for(elements);
+        BucketPlan::new(elements, &layout.final_order(), bucket_elements)
     }
 
     /// Takes the initial weights, a function of the seed.

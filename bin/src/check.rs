@@ -81,6 +81,14 @@ fn write(report: &Report, strict: bool, out: &mut dyn Write) -> Result<()> {
         writeln!(out)?;
         gpus(&report.gpus, out)?;
     }
+    if let Some(nccl) = &report.nccl {
+        writeln!(
+            out,
+            "gradients are summed over NCCL {}, {}",
+            nccl.version,
+            nccl.path.display()
+        )?;
+    }
     if !report.links.is_empty() {
         writeln!(out)?;
         links(&report.links, out)?;

@@ -2,13 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
+use eaglet_runtime::collective::SumMode;
 use eaglet_runtime::hub::HubModel;
 use eaglet_runtime::ids::Role;
 use eaglet_runtime::model_files::{self, ModelFiles};
 
 use super::ClusterConfig;
 use super::layers::Layers;
-use super::sections::{RankConfig, Schedule, VerifierConfig};
+use super::sections::{Collective, RankConfig, Schedule, VerifierConfig};
 
 /// Keys that have no default.
 const REQUIRED: [(&str, &str); 2] = [
@@ -195,6 +196,7 @@ fn training(config: &ClusterConfig, checker: &mut Checker<'_>) {
                 .to_owned()
         },
     );
+    collective(config, checker);
     let (warmup, decay) = (training.warmup_ratio, training.decay_ratio);
     checker.rule(warmup + decay <= 1.0, &["training.decay_ratio", "training.warmup_ratio"], || {
         format!("training.warmup_ratio = {warmup} and training.decay_ratio = {decay} must not exceed 1 together")
@@ -207,6 +209,36 @@ fn training(config: &ClusterConfig, checker: &mut Checker<'_>) {
                 "samples.min_trained_tokens = {} must be less than training.tokens_per_row = {}",
                 config.samples.min_trained_tokens, training.tokens_per_row
             )
+        },
+    );
+}
+
+fn collective(config: &ClusterConfig, checker: &mut Checker<'_>) {
+    let is_nccl = config.training.collective == Collective::Nccl;
+    let on_host = config
+        .ranks
+        .iter()
+        .find(|rank| rank.role == Role::Draft && !rank.device.starts_with("cuda:"));
+    checker.rule(
+        !is_nccl || on_host.is_none(),
+        &["training.collective", "ranks"],
+        || {
+            let (seat, device) = on_host.map_or_else(Default::default, |rank| {
+                (rank.seat().to_string(), rank.device.clone())
+            });
+            format!(
+                "training.collective = \"nccl\" is for draft ranks on GPUs, and {seat} is on \"{device}\"; give each draft \
+                 rank a device = \"cuda:0\", \"cuda:1\", …, or take \"links\""
+            )
+        },
+    );
+    checker.rule(
+        is_nccl || config.training.sums == SumMode::Exact,
+        &["training.sums", "training.collective"],
+        || {
+            "training.sums = \"fast\" is for training.collective = \"nccl\": sums over links are exact, and nothing would \
+             make them faster; take \"exact\""
+                .to_owned()
         },
     );
 }

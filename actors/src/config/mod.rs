@@ -25,8 +25,8 @@ use serde::{Deserialize, Serialize};
 use layers::{Layers, VARIABLE_PREFIX};
 pub use problem::{ConfigError, Place, Problem};
 pub use sections::{
-    CheckpointsConfig, DraftConfig, RankConfig, RestartsConfig, RunConfig, SamplesConfig, Schedule,
-    SupervisionConfig, TooLong, TrainingConfig, VerifierConfig,
+    CheckpointsConfig, Collective, DraftConfig, RankConfig, RestartsConfig, RunConfig, SamplesConfig,
+    Schedule, SupervisionConfig, TooLong, TrainingConfig, VerifierConfig,
 };
 pub use survey::Survey;
 

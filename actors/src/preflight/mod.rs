@@ -9,9 +9,11 @@
 //! - CHECK-3: a launch refuses nothing that a check of the same moment has passed.
 //!
 //! Files: `foundation` the verifier's files, tokenizer and draft; `directory` the run directory; `layers`, `shards`,
-//! `memory`, `links`, `disk`, `supply` the plans, pure; `gpus` the GPUs of ranks and what fits on them; `samples`, `vocabulary` what the first samples tell; `plan` puts
+//! `memory`, `links`, `disk`, `supply` the plans, pure; `collective` NCCL; `gpus` the GPUs of ranks and what fits on them;
+//! `samples`, `vocabulary` what the first samples tell; `plan` puts
 //! the plans together; `report` the result as data.
 
+mod collective;
 mod directory;
 mod disk;
 mod finding;
@@ -42,6 +44,7 @@ use eaglet_runtime::ids::{Role, Seat};
 use eaglet_runtime::samples::ChatTokenizer;
 use eaglet_runtime::verifier::VerifierFiles;
 
+pub use self::collective::NcclSummary;
 pub use self::directory::DirectoryError;
 pub(crate) use self::directory::{engine, refuse_orphans};
 pub use self::disk::DiskPlan;
@@ -133,6 +136,7 @@ pub fn ready(survey: Survey, machine: Machine) -> Result<Ready, Vec<Finding>> {
     let foundation = Foundation::look(&mut findings, false);
     look_around(&foundation, &mut findings);
     let gpus = gpus::look(&mut findings);
+    collective::look(&mut findings);
     if is_planned(&survey) {
         let plan = Plan::new(&survey.config, &foundation, None);
         look_at_memory(&plan.hosts(machine), &mut findings);
@@ -191,6 +195,7 @@ pub fn check(survey: &Survey, cluster: &str, options: &CheckOptions) -> Report {
     let foundation = Foundation::look(&mut findings, options.weights_come_later);
     look_around(&foundation, &mut findings);
     let gpus = gpus::look(&mut findings);
+    let nccl = collective::look(&mut findings);
     let samples = look_at_samples(&foundation, options.samples, &mut findings);
     let vocabulary = samples
         .as_ref()
@@ -209,6 +214,7 @@ pub fn check(survey: &Survey, cluster: &str, options: &CheckOptions) -> Report {
         ranks: Vec::new(),
         hosts: Vec::new(),
         gpus: Vec::new(),
+        nccl,
         disk: None,
         links: Vec::new(),
         samples: None,

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use eaglet_runtime::ids::Role;
 use serde::Serialize;
 
+use super::collective::NcclSummary;
 use super::disk::DiskPlan;
 use super::finding::{Finding, Severity};
 use super::gpus::GpuPlan;
@@ -137,6 +138,8 @@ pub struct Report {
     pub hosts: Vec<HostMemory>,
     /// GPUs that ranks compute on.
     pub gpus: Vec<GpuPlan>,
+    /// The NCCL that gradients are summed with, if they are.
+    pub nccl: Option<NcclSummary>,
     /// What is written.
     pub disk: Option<DiskPlan>,
     /// What travels.

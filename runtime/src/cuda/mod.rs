@@ -4,7 +4,7 @@
 //! opens a shared object; [`Driver`], [`Gpu`] and [`Context`] are the driver's; [`Buffer`], [`Stream`], [`Module`] own
 //! what they name; [`Nvrtc`] and [`KernelCache`] make machine code of the texts in `kernels/`; [`Kernels`] launches it,
 //! one function per operation, with the shapes checked; [`Blas`] multiplies; [`Communicator`] sums over
-//! ranks.
+//! ranks, and [`GradientSums`] gradients while they are computed.
 //!
 //! Invariants of all kernels are those of [`crate::device`]: sums in an order that depends on shapes only, and rows that
 //! do not depend on the rows beside them.
@@ -26,6 +26,7 @@ mod programs;
 mod ring;
 mod staging;
 mod stream;
+mod sums;
 mod survey;
 
 pub use blas::{Blas, Factor, ProductKind};
@@ -42,4 +43,5 @@ pub use nccl::{Collectable, Communicator, Nccl, NcclError, Pending, UniqueId};
 pub use nvrtc::Nvrtc;
 pub use programs::Program;
 pub use stream::{Event, Stream};
+pub use sums::{Gradient, GradientSums, SumDevice, SumError, SumShape, SumWord, SumsAborter};
 pub use survey::{GpuFacts, GpuSurvey};

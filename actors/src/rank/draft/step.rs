@@ -2,12 +2,13 @@
 
 use std::collections::VecDeque;
 
-use eaglet_runtime::collective::{Phase as Half, SeatOrderedReduce};
+use eaglet_runtime::collective::Phase as Half;
 use eaglet_runtime::control::{Activity, LaneMetrics, RankEvent};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{RowId, Step};
 use eaglet_runtime::link::{BulkKind, BulkMessage, Part};
 
+use super::sum::Sum;
 use super::{DraftWorker, Progress, RankDevice, RankFault, is_ahead, not_loaded};
 use crate::faults::{self, Damage, Point};
 use crate::replica::Replica;
@@ -18,7 +19,7 @@ pub(super) enum Phase {
     /// Gradients of this seat's lanes are computed, one after the other.
     Computing {
         step: Step,
-        reduce: SeatOrderedReduce,
+        sum: Sum,
         gradient: Vec<f32>,
         left: VecDeque<u16>,
         lanes: Vec<LaneMetrics>,
@@ -26,7 +27,7 @@ pub(super) enum Phase {
     /// The sum is awaited.
     Reducing {
         step: Step,
-        reduce: SeatOrderedReduce,
+        sum: Sum,
         lanes: Vec<LaneMetrics>,
     },
     /// The vote is given.
@@ -55,7 +56,7 @@ impl<D: RankDevice> DraftWorker<D> {
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         let group = self
             .group
-            .as_ref()
+            .as_mut()
             .ok_or_else(|| RankFault::passing("a step began before the group"))?;
         if replica.step() != step {
             return Err(RankFault::passing(format!(
@@ -77,11 +78,10 @@ impl<D: RankDevice> DraftWorker<D> {
             return Err(RankFault::passing(format!("the {id} is not here")));
         }
         let gradient = replica.take_gradient();
-        let reduce =
-            SeatOrderedReduce::new(group.shape(gradient.len(), &lanes)).map_err(RankFault::passing)?;
+        let sum = Sum::begin(group, gradient.len(), &lanes)?;
         self.phase = Phase::Computing {
             step,
-            reduce,
+            sum,
             gradient,
             left,
             lanes: Vec::new(),
@@ -106,7 +106,7 @@ impl<D: RankDevice> DraftWorker<D> {
     fn compute(&mut self) -> Result<(), RankFault> {
         let Phase::Computing {
             step,
-            reduce,
+            sum,
             gradient,
             left,
             lanes,
@@ -133,12 +133,7 @@ impl<D: RankDevice> DraftWorker<D> {
             let mut unsent = None;
             let on_final = |part, gradient: &[f32]| {
                 if unsent.is_none() {
-                    let outgoing = reduce.contribute_part(lane, part, gradient);
-                    unsent = match outgoing.map(|outgoing| group.post(step, outgoing)) {
-                        Ok(Ok(())) => None,
-                        Ok(Err(error)) => Some(RankFault::passing(error)),
-                        Err(error) => Some(RankFault::passing(error)),
-                    };
+                    unsent = sum.contribute(group, step, lane, part, gradient).err();
                 }
             };
             let mut metrics = replica
@@ -166,15 +161,13 @@ impl<D: RankDevice> DraftWorker<D> {
         if !left.is_empty() {
             return Ok(());
         }
-        let outgoing = reduce
-            .start(std::mem::take(gradient))
-            .map_err(RankFault::passing)?;
-        group.post(step, outgoing).map_err(RankFault::passing)?;
-        if let Phase::Computing {
-            step, reduce, lanes, ..
-        } = std::mem::replace(&mut self.phase, Phase::Idle)
-        {
-            self.phase = Phase::Reducing { step, reduce, lanes };
+        sum.start(group, step, std::mem::take(gradient))?;
+        let over_nccl = matches!(sum, Sum::Nccl { .. });
+        if let Phase::Computing { step, sum, lanes, .. } = std::mem::replace(&mut self.phase, Phase::Idle) {
+            self.phase = Phase::Reducing { step, sum, lanes };
+        }
+        if over_nccl {
+            faults::reach(Point::Reducing, Some(step))?;
         }
         for message in std::mem::take(&mut self.early) {
             self.take_segment(message)?;
@@ -197,13 +190,17 @@ impl<D: RankDevice> DraftWorker<D> {
         }
         let is_present = message.header.epoch == self.epoch;
         let reduce = match &mut self.phase {
-            Phase::Reducing { step, reduce, .. } if is_present && *step == at => reduce,
+            Phase::Reducing {
+                step,
+                sum: Sum::Links(reduce),
+                ..
+            } if is_present && *step == at => reduce,
             // A sum that is finished elsewhere is taken in once this replica has begun to wait for it.
-            Phase::Computing { step, reduce, .. }
-                if is_present && *step == at && matches!(phase, Half::Contribution { .. }) =>
-            {
-                reduce
-            }
+            Phase::Computing {
+                step,
+                sum: Sum::Links(reduce),
+                ..
+            } if is_present && *step == at && matches!(phase, Half::Contribution { .. }) => reduce,
             _ => {
                 self.keep_for_later(message, at);
                 return Ok(());
@@ -240,15 +237,35 @@ impl<D: RankDevice> DraftWorker<D> {
         self.early.push(message);
     }
 
+    /// The sum over NCCL is there.
+    pub(super) fn note_summed(&mut self) {
+        // Who has no lane may hear of it before its turn to wait has come.
+        if let Phase::Reducing {
+            sum: Sum::Nccl { is_summed, .. },
+            ..
+        }
+        | Phase::Computing {
+            sum: Sum::Nccl { is_summed, .. },
+            ..
+        } = &mut self.phase
+        {
+            *is_summed = true;
+        }
+    }
+
     pub(super) fn stage_if_reduced(&mut self) -> Result<(), RankFault> {
-        if !matches!(&self.phase, Phase::Reducing { reduce, .. } if reduce.is_done()) {
+        if !matches!(&self.phase, Phase::Reducing { sum, .. } if sum.is_done()) {
             return Ok(());
         }
-        let Phase::Reducing { step, reduce, lanes } = std::mem::replace(&mut self.phase, Phase::Idle) else {
+        let Phase::Reducing { step, sum, lanes } = std::mem::replace(&mut self.phase, Phase::Idle) else {
             return Ok(());
         };
         let replica = self.replica.as_ref().ok_or_else(not_loaded)?;
-        let gradient = reduce.finish().map_err(RankFault::passing)?;
+        let group = self
+            .group
+            .as_mut()
+            .ok_or_else(|| RankFault::passing("the group is gone in the middle of a step"))?;
+        let gradient = sum.finish(group)?;
         faults::reach(Point::Staged, Some(step))?;
         let event = RankEvent::Staged {
             epoch: self.epoch,

@@ -476,6 +476,8 @@ impl<D: RankDevice> Worker for VerifierWorker<D> {
             Input::Command(command) => {
                 return Err(RankFault::passing(format!("a verifier was told {command:?}")));
             }
+            // Draft ranks' business.
+            Input::Sum { .. } => {}
             Input::Bulk(BulkEvent::Message(message)) => self.team.keep(message),
             Input::Bulk(event) => {
                 if let Err(interrupted) = self.team.hear_of(&event) {
