@@ -98,6 +98,11 @@ impl Cuda {
         })
     }
 
+    /// The stream of its operations.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
     /// Its name, as the driver tells it.
     ///
     /// # Errors
