@@ -363,7 +363,8 @@ impl<D: Device> Replica<D> {
         match mean {
             Some(mean) if self.device.is_host() => self.gradient = mean.into(),
             Some(mean) => {
-                self.device.assign(self.gradient_room(), Floats::from(&mean));
+                let device = Arc::clone(&self.device);
+                device.assign(self.gradient_room(), Floats::from(&mean));
                 self.host_gradient = mean;
             }
             None => {}
