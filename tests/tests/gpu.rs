@@ -347,7 +347,7 @@ fn a_gpu_that_fails_costs_its_rank_and_nothing_else() {
 
 #[test]
 fn a_gpu_without_room_ends_the_run_with_its_words() {
-    let Some((_folder, directory, finished)) = with_fault("alloc:30@1") else {
+    let Some((_folder, directory, finished)) = with_fault("alloc:20@1") else {
         return;
     };
     assert_eq!(finished.status.code(), Some(1), "{finished:#?}");
@@ -355,6 +355,7 @@ fn a_gpu_without_room_ends_the_run_with_its_words() {
         "draft-0",
         "the gpu failed: no room for ",
         " on cuda:1: ",
+        "; this rank holds ",
         "eaglet check",
     ] {
         assert!(finished.errors.contains(words), "no `{words}` in {finished:#?}");
