@@ -25,6 +25,15 @@ pub(crate) struct Stack {
     real: bool,
 }
 
+/// A folder that test binaries of all kinds share: `tmp` of the target folder, two above the one of this binary.
+fn scratch() -> PathBuf {
+    let binary = std::env::current_exe().expect("this binary");
+    let target = binary.ancestors().nth(3).expect("a binary is in target/PROFILE/deps");
+    let folder = target.join("tmp");
+    std::fs::create_dir_all(&folder).expect("a folder");
+    folder
+}
+
 fn wants_real() -> bool {
     std::env::var_os("EAGLET_TEST_GPU").is_some_and(|value| value == "1")
 }
@@ -54,7 +63,7 @@ fn build() -> Option<PathBuf> {
         .chain(["cuda_host.h"])
         .flat_map(|name| std::fs::read(sources.join(name)).expect("a source"))
         .collect();
-    let target = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let target = &scratch();
     let folder = target.join(format!("cuda-{}", Digest::of(&texts)));
     if folder.is_dir() {
         return Some(folder);
@@ -108,8 +117,8 @@ pub(crate) fn search() -> Option<SearchPath> {
 pub(crate) fn cache() -> Option<KernelCache> {
     // The stand-in's code depends on its header, which NVRTC's version does not say.
     let folder = match wants_real() {
-        true => Path::new(env!("CARGO_TARGET_TMPDIR")),
-        false => stand_ins()?,
+        true => scratch(),
+        false => stand_ins()?.to_owned(),
     };
     Some(KernelCache::at(folder.join("kernels")))
 }
