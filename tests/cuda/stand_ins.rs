@@ -17,7 +17,7 @@ pub(crate) fn stand_ins() -> Option<&'static Path> {
 }
 
 /// A folder that test binaries of all kinds share: `tmp` of the target folder, two above the one of this binary.
-fn scratch() -> PathBuf {
+pub(crate) fn scratch() -> PathBuf {
     let binary = std::env::current_exe().expect("this binary");
     let target = binary
         .ancestors()
