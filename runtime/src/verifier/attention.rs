@@ -33,7 +33,7 @@ enum Projections {
         /// Weights of the norms of a head of queries and of keys.
         norms: Option<(Buffer, Buffer)>,
     },
-    Latent(Latent),
+    Latent(Box<Latent>),
 }
 
 struct Latent {
@@ -199,7 +199,7 @@ impl AttentionBlock {
             softcap: None,
             sinks: Vec::new(),
             rotation: Some(rotations.index_of(&config.rope, nope_dim, config.pairing)),
-            projections: Projections::Latent(latent),
+            projections: Projections::Latent(Box::new(latent)),
             output: loader.inputs(
                 "self_attn.o_proj",
                 hidden,
