@@ -42,7 +42,7 @@ const ON_GPUS: &str =
     "ranks=[{role=\"verifier\",device=\"cuda:0\",threads=1},{role=\"draft\",device=\"cuda:1\",threads=1}]";
 const ON_CPUS: &str = "ranks=[{role=\"verifier\",threads=1},{role=\"draft\",threads=1}]";
 /// Weights of a run on GPUs differ from those of the same run on CPUs by less than this part of their length.
-const TOLERANCE: f64 = 2e-4;
+const TOLERANCE: f64 = 2e-5;
 
 /// Variables with which the binary finds the stand-ins, and keeps their kernels for the next process.
 fn variables(devices: &str) -> Option<Vec<(&'static str, String)>> {
