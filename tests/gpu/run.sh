@@ -124,6 +124,9 @@ print(next(rank["pid"] for rank in json.load(sys.stdin) if rank["seat"] == {"rol
 nccl() { # two draft ranks on one GPU
     "$EAGLET" devices | grep -qE 'NCCL' || skip "NCCL is not there"
     export NCCL_MULTI_RANK_GPU_ENABLE=1
+    local refused
+    refused=$("$EAGLET" check cluster.toml --set "$(ranks 2)" --set 'training.collective="nccl"' | grep 'NCCL refuses') &&
+        skip "$refused"
     cluster nccl 2 --set 'training.collective="nccl"'
 }
 
