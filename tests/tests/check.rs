@@ -75,6 +75,7 @@ fn the_report_is_one_json_document_with_stable_keys() {
             "ranks",
             "hosts",
             "gpus",
+            "nccl",
             "disk",
             "links",
             "samples",
