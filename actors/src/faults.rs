@@ -381,7 +381,13 @@ impl Point {
     fn has_step(self) -> bool {
         !matches!(
             self,
-            Self::Load | Self::Form | Self::Meet | Self::Formed | Self::Link | Self::Donating | Self::Adopting
+            Self::Load
+                | Self::Form
+                | Self::Meet
+                | Self::Formed
+                | Self::Link
+                | Self::Donating
+                | Self::Adopting
         )
     }
 

@@ -13,7 +13,7 @@ use eaglet_runtime::checkpoint::{
 use eaglet_runtime::collective::{BucketError, BucketPlan};
 use eaglet_runtime::contract::Contract;
 use eaglet_runtime::control::{Acceptance, LaneMetrics, StepMetrics};
-use eaglet_runtime::device::{Buffer, Cpu, Device, checksum};
+use eaglet_runtime::device::{Buffer, Device, checksum};
 use eaglet_runtime::digest::{Digest, Digester};
 use eaglet_runtime::draft::{Draft, DraftBatch, DraftError, FrozenWeights, init_parameters};
 use eaglet_runtime::ids::Step;
@@ -67,9 +67,6 @@ pub enum ReplicaError {
     /// The optimizer.
     #[error(transparent)]
     Optimizer(#[from] LengthError),
-    /// The device.
-    #[error(transparent)]
-    Threads(#[from] eaglet_runtime::device::ThreadsError),
     /// What a peer sent is not a state of this draft.
     #[error("the state that a peer sent {what}; both must run the same cluster.toml")]
     ForeignState {
@@ -78,10 +75,10 @@ pub enum ReplicaError {
     },
 }
 
-/// A replica of the draft.
-pub struct Replica {
-    draft: Draft<Cpu>,
-    device: Arc<Cpu>,
+/// A replica of the draft on a device.
+pub struct Replica<D> {
+    draft: Draft<D>,
+    device: Arc<D>,
     frozen: FrozenWeights,
     optimizer: AdamW,
     parameters: Buffer,
@@ -96,7 +93,7 @@ pub struct Replica {
     tokens_per_row: usize,
 }
 
-impl Replica {
+impl<D: Device> Replica<D> {
     /// A replica without a meaningful state: one must be given to it next.
     ///
     /// # Errors
@@ -105,7 +102,7 @@ impl Replica {
         config: &ClusterConfig,
         vocabulary: &[u32],
         contract: &Contract,
-        threads: usize,
+        device: D,
     ) -> Result<Self, ReplicaError> {
         let parts = FrozenParts::load(&config.verifier.path, vocabulary)?;
         let spec = recipe::draft_spec(config, &parts.config, contract.aux_layers.len())?;
@@ -125,7 +122,7 @@ impl Replica {
                 return Err(ReplicaError::NotFinite { path, tensor });
             }
         }
-        let device = Arc::new(Cpu::with_products(threads, config.draft.products)?);
+        let device = Arc::new(device);
         let head: Arc<[f32]> = parts.head_rows.into();
         let frozen = FrozenWeights {
             embed: parts.embedding.into(),

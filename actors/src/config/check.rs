@@ -218,7 +218,7 @@ fn collective(config: &ClusterConfig, checker: &mut Checker<'_>) {
     let on_host = config
         .ranks
         .iter()
-        .find(|rank| rank.role == Role::Draft && !rank.device.starts_with("cuda:"));
+        .find(|rank| rank.role == Role::Draft && rank.gpu().is_none());
     checker.rule(
         !is_nccl || on_host.is_none(),
         &["training.collective", "ranks"],
@@ -404,6 +404,9 @@ fn ranks(config: &ClusterConfig, checker: &mut Checker<'_>) {
             )
         },
     );
+    for role in [Role::Verifier, Role::Draft] {
+        one_kind_of_device(config, role, checker);
+    }
     for (role, remedy) in [
         (Role::Verifier, "nothing would extract hidden states"),
         (Role::Draft, "nothing would be trained"),
@@ -416,21 +419,39 @@ fn ranks(config: &ClusterConfig, checker: &mut Checker<'_>) {
     }
 }
 
+/// Rounding differs between CPUs and GPUs: replicas would drift apart, and weights would depend on who computed what.
+fn one_kind_of_device(config: &ClusterConfig, role: Role, checker: &mut Checker<'_>) {
+    let of_role = || (0..).zip(&config.ranks).filter(|(_, rank)| rank.role == role);
+    let computes = |(_, rank): &(usize, &RankConfig)| rank.device == "cpu" || rank.gpu().is_some();
+    let Some((_, first)) = of_role().find(computes) else {
+        return;
+    };
+    let other = of_role()
+        .filter(computes)
+        .find(|(_, rank)| rank.gpu().is_some() != first.gpu().is_some());
+    if let Some((index, other)) = other {
+        let path = format!("ranks[{index}].device");
+        checker.rule(false, &[&path], || {
+            format!(
+                "{path} = \"{}\" beside {} on \"{}\": CPUs and GPUs round differently, so all {role} ranks must be on \
+                 one kind; use \"cpu\" for all of them, or \"cuda:N\"",
+                other.device,
+                first.seat(),
+                first.device
+            )
+        });
+    }
+}
+
 fn place_of_work(rank: &RankConfig, index: usize, checker: &mut Checker<'_>) {
     let path = |name: &str| format!("ranks[{index}].{name}");
-    checker.rule(rank.device == "cpu", &[&path("device")], || {
-        let device = &rank.device;
-        let is_cuda = device
-            .strip_prefix("cuda:")
-            .is_some_and(|number| number.parse::<u16>().is_ok());
-        if is_cuda {
-            format!(
-                "{} = \"{device}\": ranks do not work on GPUs yet, though `eaglet devices` finds them; use \"cpu\"",
-                path("device")
-            )
-        } else {
-            format!("{} = \"{device}\" is no device; use \"cpu\"", path("device"))
-        }
+    let is_device = rank.device == "cpu" || rank.gpu().is_some();
+    checker.rule(is_device, &[&path("device")], || {
+        format!(
+            "{} = \"{}\" is no device; use \"cpu\", or \"cuda:N\" for the N-th GPU that `eaglet devices` lists, from 0",
+            path("device"),
+            rank.device
+        )
     });
     checker.rule(rank.host == "local", &[&path("host")], || {
         format!(

@@ -25,8 +25,8 @@ use serde::{Deserialize, Serialize};
 use layers::{Layers, VARIABLE_PREFIX};
 pub use problem::{ConfigError, Place, Problem};
 pub use sections::{
-    CheckpointsConfig, Collective, DraftConfig, RankConfig, RestartsConfig, RunConfig, SamplesConfig, Schedule,
-    SupervisionConfig, TooLong, TrainingConfig, VerifierConfig,
+    CheckpointsConfig, Collective, DraftConfig, RankConfig, RestartsConfig, RunConfig, SamplesConfig,
+    Schedule, SupervisionConfig, TooLong, TrainingConfig, VerifierConfig,
 };
 pub use survey::Survey;
 
@@ -277,6 +277,15 @@ impl ClusterConfig {
     /// The rank that occupies a seat.
     pub fn rank(&self, seat: Seat) -> Option<&RankConfig> {
         self.ranks.iter().find(|rank| rank.seat() == seat)
+    }
+
+    /// The GPU that a rank computes on. One that only reads or writes hidden states computes nowhere.
+    pub fn gpu_of(&self, rank: &RankConfig) -> Option<u16> {
+        let computes = match rank.role {
+            Role::Verifier => self.samples.hidden_states.is_none(),
+            Role::Draft => self.run.extract_to.is_none(),
+        };
+        rank.gpu().filter(|_| computes)
     }
 
     /// CPU threads of a rank on a machine with `cores` cores, at least 1.

@@ -57,8 +57,8 @@ pub struct VerifierConfig {
     pub aux_layers: Option<Vec<u32>>,
     /// Element type of hidden states in transit: `bf16` or `f32`. Default `bf16`.
     pub hidden_dtype: HiddenDtype,
-    /// What operands of its products are rounded to: `f32`, nothing; or `bf16`, on machines with AMX, and else a warning and
-    /// nothing. Default `f32`.
+    /// What operands of its products are rounded to: `f32`, nothing; or `bf16`, on GPUs and machines with AMX, and else a
+    /// warning and nothing. Default `f32`.
     pub products: Products,
     /// Stages that its layers are cut into, one after the other, each on a rank of its own. The weights of the draft do not
     /// depend on it. Default 1.
@@ -453,13 +453,14 @@ pub struct RankConfig {
     /// slices, verifier seats 0 to P·T - 1 hold one verifier, in the order of the stages; the next P·T another one.
     #[serde(default)]
     pub seat: u16,
-    /// Where it computes; `cpu`. Default `cpu`.
+    /// Where it computes: `cpu`, or `cuda:N`, the N-th GPU that the launch sees, from 0. Default `cpu`.
     #[serde(default = "cpu")]
     pub device: String,
     /// Machine it runs on; `local`. Default `local`.
     #[serde(default = "local")]
     pub host: String,
-    /// CPU threads it computes with; 0 takes an even share of the machine's cores. Default 0.
+    /// CPU threads it computes with; 0 takes an even share of the machine's cores. Default 0. On a GPU they only help to
+    /// load.
     #[serde(default)]
     pub threads: usize,
 }
@@ -474,6 +475,13 @@ impl RankConfig {
             host: local(),
             threads: 0,
         }
+    }
+
+    /// The GPU that `device` names, if it names one.
+    pub fn gpu(&self) -> Option<u16> {
+        let number = self.device.strip_prefix("cuda:")?.parse().ok()?;
+        // One name for one GPU: not `cuda:01`.
+        (self.device == format!("cuda:{number}")).then_some(number)
     }
 
     /// The seat that the rank occupies.

@@ -415,10 +415,11 @@ fn ranks_are_checked() {
         ),
         [
             "cluster.toml:21: ranks[3].seat: draft-0 is the seat of ranks[2] already",
-            "cluster.toml:22: ranks[3].device = \"cuda:0\": ranks do not work on GPUs yet, though `eaglet devices` \
-             finds them; use \"cpu\"",
+            "cluster.toml:22: ranks[3].device = \"cuda:0\" beside draft-1 on \"cpu\": CPUs and GPUs round differently, so \
+             all draft ranks must be on one kind; use \"cpu\" for all of them, or \"cuda:N\"",
             "cluster.toml:25: ranks[4].seat = 7 leaves a gap; 4 draft ranks have seats 0 to 3",
-            "cluster.toml:26: ranks[4].device = \"gpu\" is no device; use \"cpu\"",
+            "cluster.toml:26: ranks[4].device = \"gpu\" is no device; use \"cpu\", or \"cuda:N\" for the N-th GPU that \
+             `eaglet devices` lists, from 0",
             "cluster.toml:27: ranks[4].host = \"other\" cannot be reached; ranks run on this machine, use \"local\"",
             "cluster.toml:28: ranks[4].shard is no key any more; remove it, and set verifier.pipeline and \
              verifier.tensor: which part a verifier rank holds follows from its seat",

@@ -108,6 +108,7 @@ pub async fn launch(ready: Ready, options: LaunchOptions) -> anyhow::Result<Laun
         files,
         tokenizer,
         contract,
+        places,
         warnings,
     } = ready;
     let mut warnings: Vec<String> = warnings.iter().map(Finding::to_string).collect();
@@ -198,6 +199,7 @@ pub async fn launch(ready: Ready, options: LaunchOptions) -> anyhow::Result<Laun
             token: token.clone(),
             run_directory: directory.clone(),
             log_format: options.log_format,
+            places: Arc::new(places),
         },
         config: rank_config,
         intake,

@@ -230,7 +230,11 @@ impl Engine {
         };
         // Whoever waits for another one to meet it is not the cause, as long as there is another one.
         let late: Vec<Seat> = missing().filter(|seat| !waits(seat)).collect();
-        if late.is_empty() { missing().collect() } else { late }
+        if late.is_empty() {
+            missing().collect()
+        } else {
+            late
+        }
     }
 
     /// The state that all members hold, if they do and nothing is on its way to them.

@@ -75,7 +75,12 @@ fn refusal(config: &ClusterConfig, version: (u32, u32, u32), may_share: bool) ->
 
 /// The first GPU that several draft ranks are on, and who they are.
 fn shared(config: &ClusterConfig) -> Option<(&str, Vec<Seat>)> {
-    let drafts = || config.ranks.iter().filter(|rank| rank.role == Role::Draft);
+    let drafts = || {
+        config
+            .ranks
+            .iter()
+            .filter(|rank| rank.role == Role::Draft && rank.gpu().is_some())
+    };
     drafts().find_map(|rank| {
         let seats: Vec<Seat> = drafts()
             .filter(|other| other.device == rank.device)
@@ -109,7 +114,8 @@ mod tests {
         let together = config(&["cuda:0", "cuda:1", "cuda:0"]);
         let old = refusal(&together, (2, 27, 3), true).expect("it is too old");
         assert!(
-            old.contains("draft-0 and draft-2 share cuda:0") && old.contains("from 2.30 on, and this is 2.27.3"),
+            old.contains("draft-0 and draft-2 share cuda:0")
+                && old.contains("from 2.30 on, and this is 2.27.3"),
             "{old}"
         );
         let untold = refusal(&together, (2, 30, 0), false).expect("it was not told");

@@ -36,7 +36,7 @@ pub enum Topic {
     Vocabulary,
     /// Where ranks compute.
     Device,
-    /// Memory of a host.
+    /// Memory of a host or a GPU.
     Memory,
     /// Room on the disk of the run directory.
     Disk,

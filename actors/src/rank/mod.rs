@@ -7,9 +7,11 @@
 //! RANK-1: a rank whose coordinator is silent for longer than its lease ends itself.
 //! RANK-2: what belongs to an older epoch is dropped when it is taken from the inbox.
 //! RANK-3: weights change only when a commit is carried out, and when a whole state replaces them.
+//! RANK-4: whatever ends the compute thread is told to the coordinator, a panic too.
 
 mod activity;
 mod control;
+mod device;
 mod draft;
 mod inbox;
 mod peer_links;
@@ -22,14 +24,17 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use eaglet_runtime::control::{Activity, Attach, CoordinatorCommand, PROTOCOL, RankEvent};
+use eaglet_runtime::cuda::Cuda;
+use eaglet_runtime::device::Cpu;
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, Role, Seat};
 use eaglet_runtime::link::{BulkListener, Endpoint, ListenerOptions, SenderOptions};
 use rustix::process::{Pid, Signal, getpid, kill_process};
 
 use self::activity::ActivityGauge;
-use self::draft::nccl::AbortSwitch;
 use self::control::Control;
+use self::device::{RankDevice, guarded};
+use self::draft::nccl::AbortSwitch;
 use self::inbox::{Inbox, Input, Nothing};
 use crate::config::ClusterConfig;
 use crate::faults::{self, Damage, Point, Victim};
@@ -215,7 +220,11 @@ pub fn run(arguments: &RankArguments) -> anyhow::Result<()> {
             let _ = control_inputs.send(Input::Command(command));
         },
     )?;
-    let result = work(arguments, &control, activity, &wires, &mut Inbox::new(arriving));
+    // RANK-4
+    let result = guarded(|device| {
+        let inbox = &mut Inbox::new(arriving);
+        work(arguments, &control, activity, &wires, inbox, device)
+    });
     if let Err(fault) = &result {
         tracing::error!(reason = fault.reason, "the rank cannot go on");
         control.say(RankEvent::Fault {
@@ -236,6 +245,7 @@ fn work(
     activity: ActivityGauge,
     wires: &Wires,
     inbox: &mut Inbox,
+    device: &mut String,
 ) -> Result<(), RankFault> {
     let mut worker: Option<Box<dyn Worker>> = None;
     let mut early = Vec::new();
@@ -265,16 +275,21 @@ fn work(
                 let config = ClusterConfig::from_resolved(&config).map_err(|error| {
                     RankFault::permanent(format!("the coordinator's configuration: {error}"))
                 })?;
-                let context = context(arguments, config, control.clone(), activity.clone(), wires.clone())?;
-                let mut made: Box<dyn Worker> = match arguments.seat.role {
-                    Role::Verifier if context.config.samples.hidden_states.is_some() => {
-                        Box::new(verifier::StoredWorker::new(context))
-                    }
-                    Role::Verifier => Box::new(verifier::VerifierWorker::new(context)),
-                    Role::Draft => match context.config.run.extract_to.clone() {
-                        Some(folder) => Box::new(sink::SinkWorker::new(context, folder)),
-                        None => Box::new(draft::DraftWorker::new(context)),
-                    },
+                let context = context(
+                    arguments,
+                    config,
+                    control.clone(),
+                    activity.clone(),
+                    wires.clone(),
+                )?;
+                let rank = context.config.rank(arguments.seat);
+                let gpu = rank.and_then(|rank| context.config.gpu_of(rank));
+                if let (Some(rank), Some(_)) = (rank, gpu) {
+                    device.clone_from(&rank.device);
+                }
+                let mut made = match gpu {
+                    Some(_) => worker_on::<Cuda>(context),
+                    None => worker_on::<Cpu>(context),
                 };
                 for input in early.drain(..) {
                     made.take(input)?;
@@ -286,6 +301,20 @@ fn work(
         }
         // Everything that has arrived is taken in before work goes on.
         progress = Progress::More;
+    }
+}
+
+/// The worker of a seat that computes on a device of this kind, if it computes at all.
+fn worker_on<D: RankDevice>(context: Context) -> Box<dyn Worker> {
+    match context.seat.role {
+        Role::Verifier if context.config.samples.hidden_states.is_some() => {
+            Box::new(verifier::StoredWorker::new(context))
+        }
+        Role::Verifier => Box::new(verifier::VerifierWorker::<D>::new(context)),
+        Role::Draft => match context.config.run.extract_to.clone() {
+            Some(folder) => Box::new(sink::SinkWorker::new(context, folder)),
+            None => Box::new(draft::DraftWorker::<D>::new(context)),
+        },
     }
 }
 

@@ -46,7 +46,7 @@ impl Stages {
                 .collect();
             let seconds = Spread::of(&seconds).median.max(1e-12);
             let shortest =
-                (spent.flops / limits.f32_gflops / 1e9).max(spent.bytes / limits.memory_gb_per_s / 1e9);
+                (spent.flops / limits.gflops / 1e9).max(spent.bytes / limits.memory_gb_per_s / 1e9);
             Stage {
                 stage: spent.stage,
                 kind: match spent.kind {

@@ -113,7 +113,17 @@ impl ParameterLayout {
     pub fn final_order(&self) -> Vec<Range<usize>> {
         let p = &self.places;
         let norms = [&p.norm, &p.post_norm, &p.hidden_norm, &p.q_norm, &p.k_norm];
-        let weights = [&p.down, &p.up, &p.gate, &p.o, &p.input_norm, &p.v, &p.k, &p.q, &p.fc];
+        let weights = [
+            &p.down,
+            &p.up,
+            &p.gate,
+            &p.o,
+            &p.input_norm,
+            &p.v,
+            &p.k,
+            &p.q,
+            &p.fc,
+        ];
         norms
             .into_iter()
             .chain(weights)

@@ -233,7 +233,11 @@ fn fast_sums_are_the_same_at_all_members_and_close_to_exact_ones() {
         }
         has_other_bits |= bits(&sums[0]) != bits(&wanted);
         if members.len() == 1 {
-            assert_eq!(bits(&sums[0]), bits(&wanted), "a lone member adds in the order of lanes");
+            assert_eq!(
+                bits(&sums[0]),
+                bits(&wanted),
+                "a lone member adds in the order of lanes"
+            );
         }
         end(parts);
     }
@@ -255,7 +259,9 @@ fn gradients_on_the_device_have_the_same_bits() {
     let mut gradient = stack.upload(&vec![0.0_f32; ELEMENTS]);
     for (number, _) in lanes {
         // The same buffer again: what was brought in is the stretch as it was then.
-        computing.upload(&lane(number), gradient.view_mut()).expect("sent");
+        computing
+            .upload(&lane(number), gradient.view_mut())
+            .expect("sent");
         for stretch in [500..ELEMENTS, 0..500] {
             let from = Gradient::Device(gradient.view(), &computing);
             part.sums.bring(number, stretch, from).expect("a stretch");
@@ -333,7 +339,10 @@ fn what_has_no_place_in_a_sum_is_refused() {
     let mut bring = |lane, part_of| part.sums.bring(lane, part_of, Gradient::Host(&values));
     bring(0, 10..20).expect("a stretch");
     for (lane, stretch) in [(1, 0..10), (2, 0..10), (0, 19..30), (0, 0..ELEMENTS + 1)] {
-        assert!(matches!(bring(lane, stretch), Err(SumError::Lane { .. })), "{lane}");
+        assert!(
+            matches!(bring(lane, stretch), Err(SumError::Lane { .. })),
+            "{lane}"
+        );
     }
     let short = part.sums.bring(0, 0..10, Gradient::Host(&values[1..]));
     assert!(matches!(short, Err(SumError::Gradient { .. })));

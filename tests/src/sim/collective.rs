@@ -164,9 +164,9 @@ impl World {
 
     /// The library fails at one member, and all of them live; whether there was a meeting.
     pub(super) fn tear_a_meeting(&mut self, id: RankId) -> bool {
-        let live = (0..).zip(&self.meetings).find(|(_, group)| {
-            group.present.len() > 1 && group.present.contains(&id) && !group.is_torn
-        });
+        let live = (0..)
+            .zip(&self.meetings)
+            .find(|(_, group)| group.present.len() > 1 && group.present.contains(&id) && !group.is_torn);
         let Some((meeting, _)) = live else { return false };
         self.meetings[meeting as usize].is_torn = true;
         self.say_word(id, meeting, Word::Torn, 0);

@@ -76,7 +76,11 @@ fn who_waits_for_the_others_to_meet_is_not_blamed_for_those_who_do_not_come() {
     let seats = [(0, 0), (1, 1), (2, 0)];
     while group.killed.is_empty() && group.now_ms < 120_000 {
         for (seat, generation) in seats {
-            let activity = if seat == 2 { Activity::Idle } else { Activity::Meeting };
+            let activity = if seat == 2 {
+                Activity::Idle
+            } else {
+                Activity::Meeting
+            };
             group.say(Seat::draft(seat), Generation(generation), beat(activity));
         }
         group.feed(Event::Tick);
@@ -106,7 +110,10 @@ fn an_epoch_whose_collectives_broke_is_formed_again_unless_that_goes_on() {
         assert_eq!(group.epoch, before.next(), "and it is told once");
         // FENCE: what was said of the last epoch is over with it.
         let reason = "late".to_owned();
-        let event = RankEvent::CollectiveBroken { epoch: before, reason };
+        let event = RankEvent::CollectiveBroken {
+            epoch: before,
+            reason,
+        };
         group.say(Seat::draft(2), Generation(0), event);
     }
     break_off(&mut group);

@@ -1,8 +1,9 @@
 //! Memory of a draft rank.
 
+use eaglet_runtime::collective::BucketPlan;
 use eaglet_runtime::draft::{DraftSpec, RowLoad};
 
-use super::{MemoryPart, Use, process, ring_bytes};
+use super::{MemoryPart, Use, gpu_context, process, ring_bytes};
 use crate::preflight::links::state_bytes;
 
 /// What decides the memory of a draft rank.
@@ -28,6 +29,8 @@ pub(crate) struct DraftRank<'a> {
     pub(crate) held_out_tokens: u64,
     /// Compute threads.
     pub(crate) threads: usize,
+    /// Gradients are summed over NCCL, where they lie.
+    pub(crate) over_nccl: bool,
 }
 
 impl DraftRank<'_> {
@@ -77,6 +80,28 @@ impl DraftRank<'_> {
         parts
     }
 
+    /// What of it lies on a GPU.
+    pub(crate) fn gpu_parts(&self) -> Vec<MemoryPart> {
+        let on_gpu = [
+            Use::Frozen,
+            Use::OptimizerState,
+            Use::Gradient,
+            Use::Activations,
+            Use::Logits,
+        ];
+        let parts = self
+            .parts()
+            .into_iter()
+            .filter(|part| on_gpu.contains(&part.r#use));
+        let (weights, own) = (4 * self.parameters, self.own_lanes());
+        // The sum, own lanes that others are not ready for, and a bucket of another's.
+        let bucket = 4 * BucketPlan::bucket_elements_for(self.parameters as usize) as u64;
+        let summing = self
+            .over_nccl
+            .then(|| MemoryPart::new(Use::Exchange, (1 + own) * weights + bucket));
+        parts.chain(summing).chain([gpu_context()]).collect()
+    }
+
     /// Gradients that are being summed, or the whole state on its way to a replacement, whichever is more.
     fn exchange_bytes(&self) -> u64 {
         let (weights, own) = (4 * self.parameters, self.own_lanes());
@@ -88,7 +113,11 @@ impl DraftRank<'_> {
         } else {
             0
         };
-        summing.max(donating)
+        if self.over_nccl {
+            donating
+        } else {
+            summing.max(donating)
+        }
     }
 }
 
@@ -138,6 +167,7 @@ mod tests {
             hidden_bytes_per_token: 57_344,
             held_out_tokens: 0,
             threads: 1,
+            over_nccl: false,
         }
     }
 
@@ -158,6 +188,41 @@ mod tests {
         // 131 rows of logits: 4 Mi elements over 32,000 tokens.
         assert_eq!(bytes_of(&parts, Use::Logits), 4 * 131 * (2 * 7168 + 32_000));
         assert!(parts.iter().all(|part| !part.mapped));
+    }
+
+    #[test]
+    fn on_a_gpu_lies_what_is_computed_with() {
+        let spec = kimi();
+        let rank = draft(&spec, 1, 1);
+        let (host, gpu) = (rank.parts(), rank.gpu_parts());
+        for part in [Use::Frozen, Use::OptimizerState, Use::Gradient, Use::Activations] {
+            assert_eq!(bytes_of(&gpu, part), bytes_of(&host, part));
+        }
+        assert_eq!(bytes_of(&gpu, Use::Process), 512 << 20);
+        assert_eq!(
+            bytes_of(&gpu, Use::HiddenStates) + bytes_of(&gpu, Use::Exchange),
+            0
+        );
+        let words = super::super::parts_in_words(&gpu);
+        assert!(
+            words.starts_with("master weights and moments 10.0 GB, "),
+            "{words}"
+        );
+    }
+
+    #[test]
+    fn sums_over_nccl_lie_on_the_gpu() {
+        let spec = kimi();
+        let weights = 4 * 829_452_288_u64;
+        let mut rank = draft(&spec, 3, 2);
+        rank.over_nccl = true;
+        // The sum, both lanes of the rank that has two, and a bucket.
+        assert_eq!(
+            bytes_of(&rank.gpu_parts(), Use::Exchange),
+            3 * weights + (16 << 20)
+        );
+        // On the host a state may still be on its way.
+        assert_eq!(bytes_of(&rank.parts(), Use::Exchange), 3 * weights);
     }
 
     #[test]

@@ -9,8 +9,8 @@ use eaglet_runtime::ids::{Epoch, Role, Seat, Step};
 use eaglet_runtime::link::{BulkKind, BulkOutgoing, Endpoint, LinkError, SendError};
 
 use super::RankFault;
-use crate::faults::{self, Point};
 use super::nccl::Part;
+use crate::faults::{self, Point};
 use crate::rank::link_options;
 use crate::rank::peer_links::{PeerLinks, Unreached, dial};
 
@@ -49,7 +49,13 @@ impl Group {
     }
 
     /// A group that sums over NCCL.
-    pub(super) fn over_nccl(seat: Seat, epoch: Epoch, members: Vec<u16>, owners: Vec<u16>, part: Part) -> Self {
+    pub(super) fn over_nccl(
+        seat: Seat,
+        epoch: Epoch,
+        members: Vec<u16>,
+        owners: Vec<u16>,
+        part: Part,
+    ) -> Self {
         Self {
             seat,
             epoch,

@@ -26,16 +26,16 @@ use self::group::Group;
 use self::nccl::{Nccl, Word};
 pub(super) use self::rows::Rows;
 use self::step::Phase;
-use super::{Context, Inbox, Input, Progress, RankFault, Worker};
+use super::{Context, Inbox, Input, Progress, RankDevice, RankFault, Worker};
 use crate::config::Collective;
 use crate::faults::{self, Point};
 use crate::replica::{IncomingState, Replica};
 
 /// The worker of a draft seat.
-pub(super) struct DraftWorker {
+pub(super) struct DraftWorker<D> {
     context: Context,
     checkpoints: CheckpointFolder,
-    replica: Option<Replica>,
+    replica: Option<Replica<D>>,
     /// Number of the load that is answered next.
     load: u32,
     epoch: Epoch,
@@ -54,7 +54,7 @@ pub(super) struct DraftWorker {
     early_states: Vec<BulkMessage>,
 }
 
-impl DraftWorker {
+impl<D: RankDevice> DraftWorker<D> {
     pub(super) fn new(context: Context) -> Self {
         Self {
             checkpoints: CheckpointFolder::open(context.run_directory.join("checkpoints")),
@@ -84,8 +84,9 @@ impl DraftWorker {
                 self.context.enter(Activity::Loading);
                 faults::reach(Point::Load, None)?;
                 if self.replica.is_none() {
-                    let threads = self.context.threads;
-                    let replica = Replica::build(&self.context.config, &vocabulary, &contract, threads)
+                    let config = &self.context.config;
+                    let device = D::open(self.context.threads, config.draft.products)?;
+                    let replica = Replica::build(config, &vocabulary, &contract, device)
                         .map_err(RankFault::permanent)?;
                     // Parts may have come before it was known what they must be.
                     for (row, lease) in self.rows.complete(replica.contract())? {
@@ -93,7 +94,10 @@ impl DraftWorker {
                     }
                     let training = &self.context.config.training;
                     if training.collective == Collective::Nccl {
-                        self.nccl = Some(Nccl::open(training.sums, replica.buckets().map_err(RankFault::permanent)?)?);
+                        self.nccl = Some(Nccl::open(
+                            training.sums,
+                            replica.buckets().map_err(RankFault::permanent)?,
+                        )?);
                     }
                     self.replica = Some(replica);
                 }
@@ -131,7 +135,7 @@ impl DraftWorker {
             }
             CoordinatorCommand::Checkpoint { recorded } => {
                 self.context.enter(Activity::Saving);
-                faults::reach(Point::Save, self.replica.as_ref().map(Replica::step))?;
+                faults::reach(Point::Save, self.replica.as_ref().map(Replica::<D>::step))?;
                 let replica = self.replica.as_ref().ok_or_else(not_loaded)?;
                 let keep = self.context.config.checkpoints.keep;
                 let folder = replica
@@ -254,8 +258,8 @@ impl DraftWorker {
     }
 
     fn take_row(&mut self, message: BulkMessage) -> Result<(), RankFault> {
-        let reached = self.replica.as_ref().map(Replica::step);
-        let contract = self.replica.as_ref().map(Replica::contract);
+        let reached = self.replica.as_ref().map(Replica::<D>::step);
+        let contract = self.replica.as_ref().map(Replica::<D>::contract);
         if let Some((row, lease)) = self.rows.take(message, contract, reached)? {
             self.context.say(RankEvent::Received { row, lease });
         }
@@ -293,7 +297,7 @@ fn not_loaded() -> RankFault {
     RankFault::passing("asked to work before a draft was loaded")
 }
 
-impl Worker for DraftWorker {
+impl<D: RankDevice> Worker for DraftWorker<D> {
     fn take(&mut self, input: Input) -> Result<(), RankFault> {
         match input {
             Input::Command(command) => self.command(command)?,

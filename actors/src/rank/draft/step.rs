@@ -9,7 +9,7 @@ use eaglet_runtime::ids::{RowId, Step};
 use eaglet_runtime::link::{BulkKind, BulkMessage, Part};
 
 use super::sum::Sum;
-use super::{DraftWorker, Progress, RankFault, is_ahead, not_loaded};
+use super::{DraftWorker, Progress, RankDevice, RankFault, is_ahead, not_loaded};
 use crate::faults::{self, Damage, Point};
 use crate::replica::Replica;
 
@@ -48,7 +48,7 @@ impl Phase {
     }
 }
 
-impl DraftWorker {
+impl<D: RankDevice> DraftWorker<D> {
     /// Begins a step over all `lanes` that have a row; [`Self::proceed_with_step`] computes those of this seat.
     pub(super) fn begin(&mut self, step: Step, lanes: Vec<u16>) -> Result<(), RankFault> {
         self.context.activity.restart(Activity::Computing);
@@ -200,9 +200,7 @@ impl DraftWorker {
                 step,
                 sum: Sum::Links(reduce),
                 ..
-            } if is_present && *step == at && matches!(phase, Half::Contribution { .. }) => {
-                reduce
-            }
+            } if is_present && *step == at && matches!(phase, Half::Contribution { .. }) => reduce,
             _ => {
                 self.keep_for_later(message, at);
                 return Ok(());
@@ -228,7 +226,7 @@ impl DraftWorker {
     /// DRAFT-2: peers are at most one step ahead, and an epoch that this replica has not heard of is the newest one.
     fn keep_for_later(&mut self, message: BulkMessage, at: Step) {
         let epoch = message.header.epoch;
-        let reached = self.replica.as_ref().map(Replica::step);
+        let reached = self.replica.as_ref().map(Replica::<D>::step);
         if epoch == self.epoch && reached.is_some_and(|reached| at != reached && at != reached.next()) {
             tracing::warn!(from = %message.header.from, step = at.0, "a segment of another step was dropped");
             return;

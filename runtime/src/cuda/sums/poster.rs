@@ -219,7 +219,9 @@ impl Poster {
         }
         if self.shared.shape.mode == SumMode::Fast {
             // Lanes of one seat come in their order.
-            let before = (0..turn).rev().find_map(|earlier| self.filled.remove(&(earlier, bucket)));
+            let before = (0..turn)
+                .rev()
+                .find_map(|earlier| self.filled.remove(&(earlier, bucket)));
             if let Some(mut sum) = before {
                 let len = self.shared.shape.plan.len_of(bucket);
                 self.add(&mut sum, &buffer, len)?;

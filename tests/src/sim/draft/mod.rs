@@ -146,7 +146,9 @@ impl Draft {
         word: Word,
     ) -> Result<(), RankFault> {
         let epoch = self.epoch;
-        let Some(group) = self.group.as_mut() else { return Ok(()) };
+        let Some(group) = self.group.as_mut() else {
+            return Ok(());
+        };
         let Some(state) = group.meeting.filter(|state| state.number() == Some(meeting)) else {
             return Ok(());
         };
@@ -308,7 +310,8 @@ impl Draft {
                 .rank_named(&member.bulk_name)
                 .ok_or_else(|| RankFault::passing("a member that was never started"))?;
             group.members.push((member.seat, to));
-            if !sums_over_nccl && member.seat != own && world.connect(id, to, LinkKind::Group, epoch).is_err() {
+            if !sums_over_nccl && member.seat != own && world.connect(id, to, LinkKind::Group, epoch).is_err()
+            {
                 // Most often it has just died: no reason to lose this replica too.
                 let from = Seat::draft(member.seat);
                 let (generation, reason) = (member.generation, String::new());

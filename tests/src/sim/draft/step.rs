@@ -228,9 +228,7 @@ impl Draft {
                 step,
                 sum: Sum::Links(reduce),
                 ..
-            } if is_present && *step == at && matches!(phase, Half::Contribution { .. }) => {
-                reduce
-            }
+            } if is_present && *step == at && matches!(phase, Half::Contribution { .. }) => reduce,
             _ => {
                 self.keep_for_later(parcel, at);
                 return Ok(());

@@ -199,13 +199,18 @@ impl Fence {
     /// A member is told how to meet the first one: once, in the present epoch, and as the first one said.
     fn met(&mut self, seat: Seat, generation: Generation, epoch: Epoch, id: &CollectiveId) -> Checked {
         let is_told = self.id.as_ref() == Some(id);
-        let is_first = self.participants.first().is_some_and(|first| first.seat == seat.index);
+        let is_first = self
+            .participants
+            .first()
+            .is_some_and(|first| first.seat == seat.index);
         let present = self.epoch;
         let participant = self.participant(seat, generation)?;
         if epoch != present || !is_told || is_first || std::mem::replace(&mut participant.met, true) {
             return broken(
                 NAME,
-                format!("{seat} is told to meet in epoch {epoch} of {present}, by an id that nobody made for it"),
+                format!(
+                    "{seat} is told to meet in epoch {epoch} of {present}, by an id that nobody made for it"
+                ),
             );
         }
         Ok(())
