@@ -3,6 +3,10 @@
 //! Nothing here decides *when* something happens: that is `eaglet-actors`. The crate has no actors, no supervision
 //! and no knowledge of `cluster.toml`.
 
+// Helpers of the integration tests are used inside, too.
+#[cfg(test)]
+extern crate self as eaglet_runtime;
+
 pub mod checkpoint;
 pub mod collective;
 pub mod contract;

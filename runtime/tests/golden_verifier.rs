@@ -21,7 +21,7 @@ use eaglet_runtime::contract::HiddenDtype;
 use eaglet_runtime::cuda::{Cuda, Precision};
 use eaglet_runtime::device::{Cpu, Device};
 use eaglet_runtime::row::{PackedRow, Sample};
-use eaglet_runtime::verifier::{Alone, Verifier, VerifierConfig, VerifierOptions};
+use eaglet_runtime::verifier::{Alone, Shard, Verifier, VerifierFiles, VerifierOptions};
 use eaglet_runtime::weights::Weights;
 
 type Outcome = Result<(), Box<dyn Error>>;
@@ -51,6 +51,8 @@ const OWN: [&str; 19] = [
 
 /// Largest difference over a tensor's largest value.
 const TOLERANCE: f32 = 1e-5;
+/// The same with products of bf16.
+const BF16_TOLERANCE: f32 = 0.05;
 
 fn tokens(golden: &Weights, name: &str) -> Result<Vec<u32>, Box<dyn Error>> {
     let view = golden.tensor(name)?;
@@ -70,24 +72,27 @@ fn one_document(tokens: Vec<u32>) -> PackedRow {
     row
 }
 
-fn compare(what: &str, actual: &[f32], expected: &[f32], worst: &mut f32) -> Outcome {
+fn compare(what: &str, actual: &[f32], expected: &[f32], worst: &mut f32, tolerance: f32) -> Outcome {
     let difference = difference(actual, expected);
     *worst = worst.max(difference);
-    if difference <= TOLERANCE {
+    if difference <= tolerance {
         return Ok(());
     }
     Err(format!("{what} differs by {difference:e}").into())
 }
 
-fn check_golden(folder: &Path, config: &VerifierConfig, device: impl Device) -> Outcome {
+/// Compares a loaded verifier's numbers with the golden ones.
+fn check_golden(folder: &Path, verifier: &mut Verifier<impl Device>, tolerance: f32) -> Outcome {
     let golden = Weights::open_file(folder.join("golden.safetensors"))?;
-    let whole = VerifierOptions::default().shard;
-    let mut verifier = Verifier::load_on(device, folder, Some(vec![1]), whole)?;
+    let layers = verifier.config().layers;
+    let compare = |what: &str, actual: &[f32], expected: &[f32], worst: &mut f32| {
+        compare(what, actual, expected, worst, tolerance)
+    };
     let mut worst = 0.0;
     for sequence in ["a", "b"] {
         let row = one_document(tokens(&golden, &format!("{sequence}.token_ids"))?);
         let residuals = verifier.residuals(&row, &mut Alone)?;
-        assert_eq!(residuals.len(), config.layers + 1);
+        assert_eq!(residuals.len(), layers + 1);
         for (layer, residual) in residuals.iter().enumerate() {
             let name = format!("{sequence}.hidden.{layer}");
             compare(&name, residual, &golden.tensor(&name)?.to_f32()?, &mut worst)?;
@@ -106,9 +111,8 @@ fn check_golden(folder: &Path, config: &VerifierConfig, device: impl Device) -> 
 fn residual_streams_and_logits_are_those_of_transformers() -> Outcome {
     let (mut checked, mut wrong) = (Vec::new(), Vec::new());
     for folder in model_folders() {
-        let outcome = VerifierConfig::read(&folder)
-            .map_err(Into::into)
-            .and_then(|config| check_golden(&folder, &config, Cpu::new(2)?));
+        let outcome = load(Cpu::new(2)?, &folder)
+            .and_then(|mut verifier| check_golden(&folder, &mut verifier, TOLERANCE));
         if let Err(error) = outcome {
             wrong.push(format!("{}: {error}", folder.display()));
         }
@@ -124,22 +128,48 @@ fn residual_streams_and_logits_are_those_of_transformers() -> Outcome {
     Ok(())
 }
 
+fn load<D: Device>(device: D, folder: &Path) -> Result<Verifier<D>, Box<dyn Error>> {
+    Ok(Verifier::load_on(device, folder, Some(vec![1]), Shard::WHOLE)?)
+}
+
+/// Loads a golden verifier on a GPU, and compares what it holds there with what was said beforehand.
+fn load_on_cuda(device: Cuda, folder: &Path) -> Result<Verifier<Cuda>, Box<dyn Error>> {
+    let expected = VerifierFiles::open(folder)?.gpu_bytes(Shard::WHOLE, device.products());
+    let verifier = load(device, folder)?;
+    let holders = verifier.device().holders().0;
+    for (name, bytes) in [
+        ("weights", expected.weights),
+        ("vectors of layers", expected.vectors),
+    ] {
+        let held = holders.iter().find(|(holder, _)| *holder == name);
+        let held = held.map_or(0, |&(_, bytes)| bytes as u64);
+        assert_eq!(held, bytes, "{name} of {}", folder.display());
+    }
+    Ok(verifier)
+}
+
 /// The same numbers, with every operation on a GPU or on what stands in for one.
 #[test]
 fn residual_streams_and_logits_on_cuda_are_those_of_transformers() -> Outcome {
+    check_on_cuda(Precision::F32, TOLERANCE)
+}
+
+/// Products of bf16 differ by the rounding of their factors, 2^-9 each.
+#[test]
+fn residual_streams_and_logits_in_bf16_on_cuda_are_near_those_of_transformers() -> Outcome {
+    check_on_cuda(Precision::Bf16, BF16_TOLERANCE)
+}
+
+fn check_on_cuda(precision: Precision, tolerance: f32) -> Outcome {
     let (Some(search), Some(cache)) = (stack::search(), stack::cache()) else {
         return Ok(());
     };
     let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/verifiers");
     let mut wrong = Vec::new();
     for name in OWN {
-        let (folder, device) = (
-            own.join(name),
-            Cuda::new(&search, 0, cache.clone(), Precision::F32)?,
-        );
-        let outcome = VerifierConfig::read(&folder)
-            .map_err(Into::into)
-            .and_then(|config| check_golden(&folder, &config, device));
+        let (folder, device) = (own.join(name), Cuda::new(&search, 0, cache.clone(), precision)?);
+        let outcome = load_on_cuda(device, &folder)
+            .and_then(|mut verifier| check_golden(&folder, &mut verifier, tolerance));
         if let Err(error) = outcome {
             wrong.push(format!("{name}: {error}"));
         }
@@ -175,7 +205,7 @@ fn captured_states_are_those_the_trainers_were_given() -> Outcome {
     let (values, _) = states.bytes.as_chunks::<4>();
     let values: Vec<f32> = values.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect();
     let mut worst = 0.0;
-    compare("hidden_states", &values, &expected, &mut worst)?;
+    compare("hidden_states", &values, &expected, &mut worst, TOLERANCE)?;
     println!("within {worst:.1e}");
     Ok(())
 }

@@ -4,8 +4,8 @@
 //   g++ -std=c++17 -O2 -shared -fPIC -Wl,-soname,libcublasLt.so.12 cublaslt.cpp -o libcublasLt.so.12
 //
 // It is stricter than cuBLASLt: an algorithm may only be used for the types, widths, strides and alignments that it was
-// chosen for (the number of rows of the transposed result may differ), and must be used with a workspace that is large
-// enough and aligned.
+// chosen for (the number of rows of the transposed result may differ, and some of its columns may be asked for), and must
+// be used with a workspace that is large enough and aligned.
 //
 // EAGLET_STANDIN_FAULT=product:N makes the N-th product fail.
 
@@ -225,6 +225,10 @@ API cublasLtMatmul(void*, void* desc, const void* alpha, const void* a, void* a_
     }
     Algorithm expected = describe(product, first, second, result);
     memcpy(expected.alignment, algorithm->alignment, sizeof(expected.alignment));
+    const int outputs = product.transposed[0] ? 1 : 0; // the side of the first factor that the sum is not over
+    if (expected.widths[outputs] < algorithm->widths[outputs]) {
+        expected.widths[outputs] = algorithm->widths[outputs];
+    }
     const void* addresses[3] = {a, b, d};
     for (int i = 0; i < 3; ++i) {
         if (algorithm->alignment[i] == 0 || reinterpret_cast<uintptr_t>(addresses[i]) % algorithm->alignment[i] != 0) {

@@ -324,6 +324,15 @@ inline float __uint_as_float(unsigned bits) {
     memcpy(&value, &bits, sizeof(value));
     return value;
 }
+// One rounding each, never fused.
+inline float __fmul_rn(float a, float b) {
+    volatile float product = a * b;
+    return product;
+}
+inline float __fadd_rn(float a, float b) {
+    volatile float sum = a + b;
+    return sum;
+}
 inline unsigned __float_as_uint(float value) {
     unsigned bits;
     memcpy(&bits, &value, sizeof(bits));

@@ -1,5 +1,4 @@
-//! Builds the stand-ins for NVIDIA's libraries, once for all tests of a build. A module of each test that needs them: only
-//! tests are told where they may write.
+//! Builds the stand-ins for NVIDIA's libraries, once for all tests of a build. A module of each test that needs them.
 #![allow(clippy::print_stdout, reason = "says what was skipped")]
 
 use std::path::{Path, PathBuf};
@@ -15,6 +14,18 @@ const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/cuda");
 pub(crate) fn stand_ins() -> Option<&'static Path> {
     static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
     FOLDER.get_or_init(build).as_deref()
+}
+
+/// A folder that test binaries of all kinds share: `tmp` of the target folder, two above the one of this binary.
+pub(crate) fn scratch() -> PathBuf {
+    let binary = std::env::current_exe().expect("this binary");
+    let target = binary
+        .ancestors()
+        .nth(3)
+        .expect("a binary is in target/PROFILE/deps");
+    let folder = target.join("tmp");
+    std::fs::create_dir_all(&folder).expect("a folder");
+    folder
 }
 
 fn build() -> Option<PathBuf> {
@@ -35,7 +46,7 @@ fn build() -> Option<PathBuf> {
         .chain(["cuda_host.h"])
         .flat_map(|name| std::fs::read(sources.join(name)).expect("a source"))
         .collect();
-    let target = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let target = &scratch();
     let folder = target.join(format!("cuda-{}", Digest::of(&texts)));
     if folder.is_dir() {
         return Some(folder);

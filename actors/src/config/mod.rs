@@ -288,6 +288,12 @@ impl ClusterConfig {
         rank.gpu().filter(|_| computes)
     }
 
+    /// Whether the ranks of a role compute on GPUs: all of them do, or none.
+    pub fn is_on_gpus(&self, role: Role) -> bool {
+        let mut of_role = self.ranks.iter().filter(|rank| rank.role == role);
+        of_role.any(|rank| self.gpu_of(rank).is_some())
+    }
+
     /// CPU threads of a rank on a machine with `cores` cores, at least 1.
     pub fn threads(&self, rank: &RankConfig, cores: usize) -> usize {
         if rank.threads > 0 {

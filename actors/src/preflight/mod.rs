@@ -9,7 +9,8 @@
 //! - CHECK-3: a launch refuses nothing that a check of the same moment has passed.
 //!
 //! Files: `foundation` the verifier's files, tokenizer and draft; `directory` the run directory; `layers`, `shards`,
-//! `memory`, `links`, `disk`, `supply` the plans, pure; `gpus` the GPUs of ranks and what fits on them, `collective` NCCL; `samples`, `vocabulary` what the first samples tell; `plan` puts
+//! `memory`, `links`, `disk`, `supply` the plans, pure; `collective` NCCL; `gpus` the GPUs of ranks and what fits on them;
+//! `samples`, `vocabulary` what the first samples tell; `plan` puts
 //! the plans together; `report` the result as data.
 
 mod collective;
@@ -238,7 +239,7 @@ pub fn check(survey: &Survey, cluster: &str, options: &CheckOptions) -> Report {
             match options.flops_per_s {
                 Some(given) => Some(plan::Rates::given(given)),
                 // What the CPU does says nothing of them.
-                None if config.ranks.iter().any(|rank| config.gpu_of(rank).is_some()) => None,
+                None if config.is_on_gpus(Role::Verifier) || config.is_on_gpus(Role::Draft) => None,
                 None => {
                     let products = (config.draft.products, config.verifier.products);
                     ProductRates::measure((rows, inputs, outputs), products, CALIBRATION)
@@ -328,8 +329,7 @@ fn look_at_products(findings: &mut Findings<'_>) {
         ("draft.products", config.draft.products, Topic::Draft, Role::Draft),
     ];
     for (key, products, topic, role) in wanted {
-        let mut of_role = config.ranks.iter().filter(|rank| rank.role == role);
-        if of_role.any(|rank| config.gpu_of(rank).is_some()) {
+        if config.is_on_gpus(role) {
             continue;
         }
         if let Err(reason) = Cpu::kernel_for(products) {

@@ -3,8 +3,8 @@
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use eaglet_runtime::cuda::{Cuda, CudaError, KernelCache, Precision, SearchPath};
-use eaglet_runtime::device::{Cpu, Device, Products, ThreadsError};
+use eaglet_runtime::cuda::{Cuda, CudaError, Gradient, KernelCache, Precision, SearchPath};
+use eaglet_runtime::device::{Cpu, Device, Floats, Products, ThreadsError};
 
 use super::RankFault;
 
@@ -15,11 +15,18 @@ pub(super) trait RankDevice: Device + Sized {
     /// # Errors
     /// If it cannot be used.
     fn open(threads: usize, products: Products) -> Result<Self, DeviceError>;
+
+    /// A gradient that it has computed, as a sum over NCCL takes it.
+    fn gradient<'a>(&'a self, floats: Floats<'a>) -> Gradient<'a>;
 }
 
 impl RankDevice for Cpu {
     fn open(threads: usize, products: Products) -> Result<Self, DeviceError> {
         Ok(Self::with_products(threads, products)?)
+    }
+
+    fn gradient<'a>(&'a self, floats: Floats<'a>) -> Gradient<'a> {
+        Gradient::Host(floats.as_host().unwrap_or_default())
     }
 }
 
@@ -31,6 +38,13 @@ impl RankDevice for Cuda {
             Products::Bf16 => Precision::Bf16,
         };
         Ok(Self::new(&SearchPath::here(), 0, KernelCache::here(), precision)?)
+    }
+
+    fn gradient<'a>(&'a self, floats: Floats<'a>) -> Gradient<'a> {
+        match floats.as_gpu() {
+            Some(view) => Gradient::Device(view, self.stream()),
+            None => Gradient::Host(floats.as_host().unwrap_or_default()),
+        }
     }
 }
 

@@ -222,8 +222,14 @@ pub fn run(arguments: &RankArguments) -> anyhow::Result<()> {
     )?;
     // RANK-4
     let result = guarded(|device| {
-        let inbox = &mut Inbox::new(arriving);
-        work(arguments, &control, activity, &wires, inbox, device)
+        work(
+            arguments,
+            &control,
+            activity,
+            &wires,
+            &mut Inbox::new(arriving),
+            device,
+        )
     });
     if let Err(fault) = &result {
         tracing::error!(reason = fault.reason, "the rank cannot go on");

@@ -90,7 +90,7 @@ impl Measured for Cuda {
     }
 
     fn held_bytes(&self) -> Option<u64> {
-        Some(Self::held_bytes(self) as u64)
+        Some(self.holders().0.iter().map(|(_, bytes)| *bytes as u64).sum())
     }
 }
 

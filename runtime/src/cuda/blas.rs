@@ -6,7 +6,8 @@
 //!
 //! PRODUCT-1: an algorithm is chosen once per width, depth, types and strides, for a fixed number of rows, and without
 //! split sums; so a row of a product has the same bits whatever other rows share the call. The products of a transposed
-//! first factor, which are weight gradients, are chosen for their own number of rows.
+//! first factor, which are weight gradients, are chosen for their own number of rows. A product of some outputs of a wider
+//! one goes through the wider one's algorithm, so its bits are the same.
 
 mod layout;
 
@@ -14,6 +15,7 @@ use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use bytemuck::Pod;
 use cudarc::cublaslt::sys::{
     cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatmulDescAttributes_t,
     cublasLtMatmulPreference_t, cublasLtMatmulPreferenceAttributes_t, cublasLtMatrixLayout_t, cudaDataType,
@@ -71,6 +73,21 @@ pub(super) struct Heuristic {
 const WORKSPACE_BYTES: usize = 32 << 20;
 /// Rows of the product for which algorithms are chosen.
 const CHOSEN_FOR_ROWS: u64 = 2048;
+
+/// Elements of the factors of a product.
+pub trait Element: Pod {
+    /// What they are.
+    const KIND: ProductKind;
+}
+
+impl Element for f32 {
+    const KIND: ProductKind = ProductKind::F32;
+}
+
+/// Bits of bf16.
+impl Element for u16 {
+    const KIND: ProductKind = ProductKind::Bf16;
+}
 
 impl ProductKind {
     fn factor(self) -> cudaDataType {
@@ -222,7 +239,8 @@ impl Blas {
         alpha: f32,
         accumulate: bool,
     ) -> Result<(), CudaError> {
-        self.run(stream, ProductKind::F32, c, a, b, alpha, accumulate)
+        let width = u64::from(c.cols);
+        self.run(stream, (c, width), a, b, alpha, accumulate)
     }
 
     /// [`Blas::product`] of bf16 factors; the result and the sums are f32.
@@ -241,15 +259,33 @@ impl Blas {
         alpha: f32,
         accumulate: bool,
     ) -> Result<(), CudaError> {
-        self.run(stream, ProductKind::Bf16, c, a, b, alpha, accumulate)
+        let width = u64::from(c.cols);
+        self.run(stream, (c, width), a, b, alpha, accumulate)
     }
 
-    #[allow(clippy::too_many_arguments)]
-    fn run<T>(
+    /// Some columns of a product of `width` columns, `c = a·b` or `c += a·b` with `accumulate`; same bits as in the whole.
+    ///
+    /// # Errors
+    /// If cuBLASLt refuses.
+    ///
+    /// # Panics
+    /// If the shapes differ.
+    pub fn outputs<T: Element>(
         &self,
         stream: &Stream,
-        kind: ProductKind,
         c: MatrixViewMut<'_>,
+        a: Factor<'_, T>,
+        b: Factor<'_, T>,
+        width: usize,
+        accumulate: bool,
+    ) -> Result<(), CudaError> {
+        self.run(stream, (c, width as u64), a, b, 1.0, accumulate)
+    }
+
+    fn run<T: Element>(
+        &self,
+        stream: &Stream,
+        (c, width): (MatrixViewMut<'_>, u64),
         a: Factor<'_, T>,
         b: Factor<'_, T>,
         alpha: f32,
@@ -262,15 +298,16 @@ impl Blas {
             (rows, depth, cols),
             "shapes of a product"
         );
+        assert!(cols <= width, "{cols} columns of {width}");
         assert!(depth > 0 || rows * cols == 0, "a product without depth");
         if rows * cols == 0 {
             return Ok(());
         }
         self.context.bind()?;
         let key = Key {
-            kind,
+            kind: T::KIND,
             rows: if a.transposed { rows } else { CHOSEN_FOR_ROWS },
-            cols,
+            cols: width,
             depth,
             a: a.place(),
             b: b.place(),
@@ -283,7 +320,7 @@ impl Blas {
         };
         let desc = self.desc(&key)?;
         let algorithm = self.algorithm(&key, &desc)?;
-        let [first, second, result] = self.layouts(&key, rows)?;
+        let [first, second, result] = self.layouts(&Key { cols, ..key }, rows)?;
         let beta: f32 = if accumulate { 1.0 } else { 0.0 };
         let target = c.data.address();
         // SAFETY: the views hold what the layouts describe, which the shapes above were checked for; both scalars are

@@ -17,11 +17,13 @@ use super::kernels::{AttentionOperands, AttentionTables, Kernels, ScatterList};
 use super::landing::{InFlight, Landing};
 use super::library::SearchPath;
 use super::matrix::{Indices, MatrixView, MatrixViewMut};
-use super::memory::Memory;
+use super::memory::{Holders, Memory};
 use super::nvrtc::Nvrtc;
 use super::operands::{self, Input, InputMatrix, Output, OutputMatrix};
 use super::staging::{Lent, Staging};
 use super::stream::{Event, Stream};
+use super::upload::Uploads;
+use super::weights::UNPACKED_BYTES;
 use crate::contract::HiddenDtype;
 use crate::device::check_capture;
 use crate::device::floats::{Place, PlaceMut};
@@ -45,24 +47,27 @@ pub enum Precision {
 /// A GPU with its kernels and products.
 #[derive(Debug)]
 pub struct Cuda {
-    memory: Arc<Memory>,
+    pub(super) memory: Arc<Memory>,
     staging: Staging,
+    pub(super) uploads: Uploads,
+    /// Bytes of a tile of weights that are unpacked for a product.
+    pub(super) unpacked_bytes: usize,
     /// Where captured states arrive on the host.
     landing: Landing,
     /// What the last attention saw, for layers that see the same.
     last_plan: Mutex<Option<(AttentionPlan, AttentionTables)>>,
-    blas: Blas,
-    kernels: Kernels,
-    stream: Stream,
+    pub(super) blas: Blas,
+    pub(super) kernels: Kernels,
+    pub(super) stream: Stream,
     /// For copies beside what is computed.
     copies: Stream,
-    context: Arc<Context>,
-    precision: Precision,
+    pub(super) context: Arc<Context>,
+    pub(super) precision: Precision,
 }
 
 /// The operations of [`Device`] cannot fail.
 #[track_caller]
-fn must<T>(result: Result<T, CudaError>) -> T {
+pub(super) fn must<T>(result: Result<T, CudaError>) -> T {
     match result {
         Ok(value) => value,
         Err(error) => std::panic::panic_any(error),
@@ -86,6 +91,8 @@ impl Cuda {
         let kernels = Kernels::new(&context, Nvrtc::open(search)?, cache)?;
         Ok(Self {
             staging: Staging::new(&memory),
+            uploads: Uploads::default(),
+            unpacked_bytes: UNPACKED_BYTES,
             memory,
             landing: Landing::default(),
             last_plan: Mutex::default(),
@@ -98,6 +105,11 @@ impl Cuda {
         })
     }
 
+    /// The stream of its operations.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
     /// Its name, as the driver tells it.
     ///
     /// # Errors
@@ -106,12 +118,21 @@ impl Cuda {
         self.context.gpu().name()
     }
 
-    /// Bytes of its memory that buffers and operands hold.
-    pub fn held_bytes(&self) -> usize {
-        self.memory.holders().0.iter().map(|(_, bytes)| bytes).sum()
+    /// What this rank holds of the GPU's memory, by name.
+    pub fn holders(&self) -> Holders {
+        self.memory.holders()
     }
 
-    fn room<T: Pod>(&self, len: usize) -> Lent<'_, T> {
+    /// The same with tiles of weights of another size.
+    #[cfg(test)]
+    pub(crate) fn with_unpacked_bytes(self, unpacked_bytes: usize) -> Self {
+        Self {
+            unpacked_bytes,
+            ..self
+        }
+    }
+
+    pub(super) fn room<T: Pod>(&self, len: usize) -> Lent<'_, T> {
         must(self.staging.lend(len))
     }
 
@@ -140,12 +161,12 @@ impl Cuda {
         must(operands::output(&self.staging, &self.stream, floats, false))
     }
 
-    fn settle(&self, written: Output<'_, '_>) {
+    pub(super) fn settle(&self, written: Output<'_, '_>) {
         must(written.settle(&self.stream));
     }
 
     /// A matrix as it lies; of a transpose, what it is the transpose of.
-    fn input_stored<'a>(&self, matrix: Matrix<'a>) -> (InputMatrix<'_, 'a>, bool) {
+    pub(super) fn input_stored<'a>(&self, matrix: Matrix<'a>) -> (InputMatrix<'_, 'a>, bool) {
         let turned = matrix.col_stride != 1;
         assert!(
             !turned || matrix.row_stride == 1,
@@ -171,7 +192,7 @@ impl Cuda {
     }
 
     /// A matrix that is written to. What lies between its rows is carried along.
-    fn target_matrix<'a>(&self, matrix: MatrixMut<'a>) -> OutputMatrix<'_, 'a> {
+    pub(super) fn target_matrix<'a>(&self, matrix: MatrixMut<'a>) -> OutputMatrix<'_, 'a> {
         let len = reach(matrix.rows, matrix.cols, matrix.row_stride, 1);
         OutputMatrix {
             data: self.target(matrix.data.into_part(0..len)),
@@ -182,7 +203,7 @@ impl Cuda {
     }
 
     /// bf16 of a matrix, in rows without gaps.
-    fn narrow(&self, from: MatrixView<'_>, rows: usize, cols: usize) -> Lent<'_, u16> {
+    pub(super) fn narrow(&self, from: MatrixView<'_>, rows: usize, cols: usize) -> Lent<'_, u16> {
         let mut narrow = self.room(rows * cols);
         let to = MatrixViewMut::new(narrow.view_mut(), rows, cols);
         must(self.kernels.narrow(&self.stream, from, to));
@@ -247,7 +268,7 @@ impl Cuda {
     }
 }
 
-fn factor<T>(stored: MatrixView<'_, T>, turned: bool) -> Factor<'_, T> {
+pub(super) fn factor<T>(stored: MatrixView<'_, T>, turned: bool) -> Factor<'_, T> {
     if turned {
         Factor::transpose_of(stored)
     } else {
@@ -352,12 +373,12 @@ impl Device for Cuda {
         self.product(c, a, b, alpha, accumulate);
     }
 
+    fn keep(&self, weights: &dyn StoredMatrix) {
+        self.keep_weights(weights);
+    }
+
     fn gemm_stored(&self, c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn StoredMatrix, accumulate: bool) {
-        let (rows, cols) = (weights.rows(), weights.cols());
-        let mut unpacked = vec![0.0; rows * cols];
-        weights.unpack(0..rows, &mut unpacked);
-        let stored = Matrix::new(&unpacked, rows, cols);
-        self.product(c, a, stored.transposed(), 1.0, accumulate);
+        self.stored_product(c, a, weights, accumulate);
     }
 
     fn rms_norm(
@@ -475,19 +496,8 @@ impl Device for Cuda {
         self.settle(out.data);
     }
 
-    fn gather_stored(&self, table: &dyn StoredMatrix, rows: &[u32], mut out: MatrixMut<'_>) {
-        assert_eq!(
-            (rows.len(), table.cols()),
-            (out.rows, out.cols),
-            "shapes of a gather"
-        );
-        let mut unpacked = vec![0.0; out.cols];
-        for (place, &row) in rows.iter().enumerate() {
-            table.unpack(row as usize..row as usize + 1, &mut unpacked);
-            let start = place * out.row_stride;
-            let to = out.data.part_mut(start..start + out.cols);
-            self.assign(to, Floats::from(&unpacked));
-        }
+    fn gather_stored(&self, table: &dyn StoredMatrix, rows: &[u32], out: MatrixMut<'_>) {
+        self.gather_weights(table, rows, out);
     }
 
     fn copy(&self, source: Matrix<'_>, target: MatrixMut<'_>) {

@@ -24,7 +24,7 @@ use crate::device::{Gate, Pairing, Turn};
 
 pub use attention::{AttentionOperands, AttentionTables};
 
-pub use rows::{DeviceForm, RowChoice, ScatterList};
+pub use rows::{DeviceForm, RowChoice, Scales, ScatterList};
 
 /// Threads of a block that sums or that handles single elements.
 const THREADS: u32 = 256;

@@ -197,7 +197,6 @@ impl<'a> ViewMut<'a, u8> {
     /// If there are not so many bytes.
     #[track_caller]
     pub(super) fn typed<T: Pod>(self, len: usize) -> ViewMut<'a, T> {
-        // Whole buffers only: they are aligned for every type.
         assert!(
             len * size_of::<T>() <= self.len && self.pointer.is_multiple_of(align_of::<T>() as u64),
             "{len} elements in {} bytes",

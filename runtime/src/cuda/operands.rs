@@ -108,4 +108,11 @@ impl OutputMatrix<'_, '_> {
     pub(super) fn view_mut(&mut self) -> MatrixViewMut<'_> {
         MatrixViewMut::strided(self.data.view_mut(), self.rows, self.cols, self.row_stride)
     }
+
+    /// `cols` columns from `first` on.
+    pub(super) fn columns_mut(&mut self, first: usize, cols: usize) -> MatrixViewMut<'_> {
+        let data = self.data.view_mut();
+        let len = data.len();
+        MatrixViewMut::strided(data.part(first..len), self.rows, cols, self.row_stride)
+    }
 }

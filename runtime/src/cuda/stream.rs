@@ -139,6 +139,30 @@ impl Stream {
         })
     }
 
+    /// Copies from pinned memory of the host, and does not wait.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    ///
+    /// # Safety
+    /// Until an event that is recorded after this, `from` must stay alive and unchanged.
+    #[allow(unsafe_code)]
+    pub(super) unsafe fn upload_later<T: Pod>(
+        &self,
+        from: &[T],
+        to: ViewMut<'_, T>,
+    ) -> Result<(), CudaError> {
+        assert_eq!(from.len(), to.len(), "lengths of an upload");
+        let table = self.context.bind()?;
+        // SAFETY: the target is alive, for memory is freed only after the work that uses it; the caller keeps the source.
+        self.context.check("cuMemcpyHtoDAsync_v2", unsafe {
+            (table.copy_to_device)(to.address(), from.as_ptr().cast(), size_of_val(from), self.raw)
+        })
+    }
+
     /// Copies to the host; done when it returns.
     ///
     /// # Errors

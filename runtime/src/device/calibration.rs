@@ -4,14 +4,12 @@
 //! something will take.
 
 use std::ops::Range;
-use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use half::bf16;
 
 use super::{
-    Cpu, Device, HostMatrix, Matrix, MatrixMut, PackedMatrix, Products, StoredMatrix, ThreadsError,
-    widen_bf16,
+    Cpu, Device, HostMatrix, Keep, Matrix, MatrixMut, Products, StoredMatrix, ThreadsError, widen_bf16,
 };
 
 /// Larger sides are measured as if they had this length: products of that size have reached their rate.
@@ -46,7 +44,7 @@ impl ProductRates {
         let packed = Packed {
             values: wide.iter().copied().map(bf16::from_f32).collect(),
             cols: inputs,
-            kept: OnceLock::new(),
+            kept: Keep::new(),
         };
         let mut y = vec![0.0; rows * outputs];
         let flops = 2.0 * rows as f64 * inputs as f64 * outputs as f64;
@@ -77,7 +75,7 @@ impl ProductRates {
 struct Packed {
     values: Vec<bf16>,
     cols: usize,
-    kept: OnceLock<PackedMatrix>,
+    kept: Keep,
 }
 
 impl StoredMatrix for Packed {
@@ -97,7 +95,7 @@ impl StoredMatrix for Packed {
         Some(HostMatrix::new(&self.values[..], self.rows(), self.cols))
     }
 
-    fn packed(&self) -> Option<&OnceLock<PackedMatrix>> {
+    fn kept(&self) -> Option<&Keep> {
         Some(&self.kept)
     }
 

@@ -15,6 +15,7 @@ mod attention;
 mod calibration;
 mod checksum;
 mod cpu;
+mod encoded;
 pub(crate) mod floats;
 mod limits;
 pub(crate) mod matrix;
@@ -31,6 +32,7 @@ pub use calibration::ProductRates;
 pub use checksum::checksum;
 pub(crate) use cpu::widen_bf16;
 pub use cpu::{Cpu, NoAmx, PackedMatrix, ThreadsError};
+pub use encoded::{Encoded, EncodedForm, FloatKind, Keep, Kept, Plane, RowSteps};
 pub use floats::{Buffer, Floats, FloatsMut};
 pub use limits::{DeviceLimits, MachineLimits};
 pub use matrix::{Elements, HostMatrix, HostMatrixMut, Matrix, MatrixMut, MatrixMutOf, MatrixOf};
@@ -177,6 +179,10 @@ pub trait Device: Send + Sync + 'static {
         placed
     }
 
+    /// Brings weights to where operations are fastest, in the form they are stored in, if there is a place for them
+    /// ([`StoredMatrix::kept`]). Products with them are the same before and after; who does not ask pays at the first one.
+    fn keep(&self, _weights: &dyn StoredMatrix) {}
+
     /// `c = alpha · a·b`, or `c += alpha · a·b` with `accumulate`; `c` `[m, n]`, `a` `[m, k]`, `b` `[k, n]`.
     ///
     /// Transposes are views: [`Matrix::transposed`]. The sum over k runs in fixed blocks.
@@ -184,8 +190,8 @@ pub trait Device: Send + Sync + 'static {
 
     /// `c = a·wᵀ`, or `c += a·wᵀ` with `accumulate`; `c` `[m, n]`, `a` `[m, k]`, `weights` `[n, k]`.
     ///
-    /// The weights are unpacked tile by tile, so a mapped model stays packed; weights that are plain floats may be kept in
-    /// the device's own form ([`StoredMatrix::packed`]). Same bits as [`Device::gemm`] on the unpacked weights.
+    /// The weights are unpacked tile by tile, so a mapped model stays packed; the device may keep them for itself
+    /// ([`StoredMatrix::kept`]). Same bits as [`Device::gemm`] on the unpacked weights.
     fn gemm_stored(&self, c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn StoredMatrix, accumulate: bool);
 
     /// `y = x / rms(x) · weight` per row, and `rstd[row] = 1 / rms(x)`; `x`, `y` `[rows, n]`, `weight` `[n]`.

@@ -2,11 +2,10 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::OnceLock;
 
 use half::bf16;
 
-use super::{HostMatrix, PackedMatrix};
+use super::{Encoded, HostMatrix, Keep};
 
 /// A read-only matrix that may be packed.
 pub trait StoredMatrix: Send + Sync + fmt::Debug {
@@ -24,9 +23,14 @@ pub trait StoredMatrix: Send + Sync + fmt::Debug {
         None
     }
 
-    /// A place where a device may keep the matrix in the form that it multiplies fastest, which takes as much memory as
-    /// the matrix in bf16. Used only for what is stored as plain floats.
-    fn packed(&self) -> Option<&OnceLock<PackedMatrix>> {
+    /// What the matrix is stored as, if that is one of the forms that devices know.
+    fn encoded(&self) -> Option<Encoded<'_>> {
+        None
+    }
+
+    /// A place where a device may keep the matrix: a GPU in the form that it is stored in; the AMX unit what is stored as
+    /// plain floats, in the form that it multiplies fastest, which takes as much memory as the matrix in bf16.
+    fn kept(&self) -> Option<&Keep> {
         None
     }
 

@@ -231,6 +231,10 @@ impl<D: Device> Device for Timed<D> {
         });
     }
 
+    fn keep(&self, weights: &dyn StoredMatrix) {
+        self.within.keep(weights);
+    }
+
     fn gemm_stored(&self, c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn StoredMatrix, accumulate: bool) {
         let work = product(c.rows, c.cols, a.cols);
         self.time(OperationKind::Product, work, |d| {

@@ -3,10 +3,10 @@
 use std::ops::Range;
 
 use super::activations::{Activations, take};
-use super::decoder::place;
 use super::layer_config::{AttentionConfig, GroupedConfig, LatentConfig};
 use super::linear::Linear;
 use super::loader::LayerLoader;
+use super::residents::Residence;
 use super::rotation::Rotations;
 use crate::device::{
     Attention, AttentionPlan, AttentionShape, Buffer, Device, FloatsMut, Matrix, MatrixMut, Pairing,
@@ -210,28 +210,29 @@ impl AttentionBlock {
         }
     }
 
-    /// Brings its vectors to where `device` computes.
-    pub(super) fn place(&mut self, device: &impl Device) {
+    /// Takes vectors and matrices to where they are to be.
+    pub(super) fn place(&mut self, to: &mut impl Residence) {
         match &mut self.projections {
             Projections::Grouped { q, k, v, norms } => {
-                [q, k, v].into_iter().for_each(|linear| linear.place(device));
-                place(device, norms.iter_mut().flat_map(|(q, k)| [q, k]));
+                [q, k, v].into_iter().for_each(|linear| linear.place(to));
+                let norms = norms.iter_mut().flat_map(|(q, k)| [q, k]);
+                norms.for_each(|norm| to.vector(norm));
             }
             Projections::Latent(latent) => {
                 if let Some((linear, norm)) = &mut latent.query_latent {
-                    linear.place(device);
-                    place(device, [norm]);
+                    linear.place(to);
+                    to.vector(norm);
                 }
                 let linears = [
                     &mut latent.queries,
                     &mut latent.kv_latent,
                     &mut latent.keys_and_values,
                 ];
-                linears.into_iter().for_each(|linear| linear.place(device));
-                place(device, [&mut latent.kv_norm]);
+                linears.into_iter().for_each(|linear| linear.place(to));
+                to.vector(&mut latent.kv_norm);
             }
         }
-        self.output.place(device);
+        self.output.place(to);
     }
 
     /// Sizes of the slice.

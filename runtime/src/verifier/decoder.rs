@@ -4,6 +4,7 @@
 //! Touvron et al. 2023, and what became of it). Where keys and values come from is the caller's: a row's own, or a cache.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::activations::{Activations, take};
 use super::attention::AttentionBlock;
@@ -11,6 +12,7 @@ use super::error::LayoutProblem;
 use super::linear::Linear;
 use super::loader::{Loader, Need};
 use super::mlp::MlpBlock;
+use super::residents::Residence;
 use super::rotation::Rotations;
 use super::shard::{Interrupted, Peers, Shard};
 use super::{VerifierConfig, VerifierFiles};
@@ -72,9 +74,10 @@ pub(super) struct Attending<'a> {
     pub(super) lse: FloatsMut<'a>,
 }
 
-/// Rows of the embedding or head that one slice holds.
+/// Rows of the embedding or head that one slice holds; where they are one tensor, one part is both.
+#[derive(Clone)]
 struct VocabularyPart {
-    linear: Linear,
+    linear: Arc<Linear>,
     ids: Range<usize>,
 }
 
@@ -116,18 +119,23 @@ impl Decoder {
             let linear = loader
                 .matrix(name, vocab, hidden, share)
                 .part(ids.clone(), 0..hidden);
-            VocabularyPart { linear, ids }
+            VocabularyPart {
+                linear: Arc::new(linear),
+                ids,
+            }
         };
         let embedding_name = loader.names().embedding();
+        let embedding = shard.is_first().then(|| vocabulary(&embedding_name));
         let decoder = Self {
-            embedding: shard.is_first().then(|| vocabulary(&embedding_name)),
             head: shard.is_last().then(|| Head {
                 norm: loader.norm(&loader.names().final_norm(), hidden).into(),
-                part: match config.tied_embeddings {
-                    true => vocabulary(&embedding_name),
-                    false => vocabulary(loader.names().head()),
+                part: match (config.tied_embeddings, &embedding) {
+                    (true, Some(embedding)) => embedding.clone(),
+                    (true, None) => vocabulary(&embedding_name),
+                    (false, _) => vocabulary(loader.names().head()),
                 },
             }),
+            embedding,
             layers: span
                 .clone()
                 .map(|index| Layer::new(&loader, index, &mut rotations))
@@ -146,8 +154,12 @@ impl Decoder {
         }
     }
 
-    /// Brings the vectors of all layers to where `device` computes.
-    pub(super) fn place(&mut self, device: &impl Device) {
+    /// Takes vectors and matrices of all layers to where they are to be.
+    pub(super) fn place(&mut self, to: &mut impl Residence) {
+        let embedding = self.embedding.as_ref().map(|part| &part.linear);
+        if let Some(embedding) = embedding {
+            to.matrix(&**embedding);
+        }
         for layer in &mut self.layers {
             let Layer {
                 input_norm,
@@ -157,14 +169,17 @@ impl Decoder {
                 mlp,
                 output_norm,
             } = layer;
-            place(device, [input_norm, mlp_norm]);
-            place(device, attention_norm.iter_mut().chain(output_norm));
-            attention.place(device);
-            mlp.place(device);
+            let norms = [input_norm, mlp_norm].into_iter();
+            let norms = norms.chain(attention_norm).chain(output_norm);
+            norms.for_each(|norm| to.vector(norm));
+            attention.place(to);
+            mlp.place(to);
         }
         if let Some(head) = &mut self.head {
-            place(device, [&mut head.norm]);
-            head.part.linear.place(device);
+            to.vector(&mut head.norm);
+            if !embedding.is_some_and(|embedding| Arc::ptr_eq(embedding, &head.part.linear)) {
+                to.matrix(&*head.part.linear);
+            }
         }
     }
 
@@ -454,13 +469,6 @@ impl Decoder {
             device.softcap(logits, cap);
         }
         head.part.ids.clone()
-    }
-}
-
-/// Brings vectors to where `device` computes.
-pub(super) fn place<'a>(device: &impl Device, vectors: impl IntoIterator<Item = &'a mut Buffer>) {
-    for vector in vectors {
-        *vector = device.place(std::mem::take(vector), "vectors of layers");
     }
 }
 

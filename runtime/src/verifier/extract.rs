@@ -9,6 +9,7 @@ use half::bf16;
 
 use super::activations::Activations;
 use super::decoder::{Attending, Decoder};
+use super::residents::On;
 use super::shard::{Peers, Shard};
 use super::{VerifierConfig, VerifierError, VerifierFiles};
 use crate::contract::HiddenDtype;
@@ -89,7 +90,7 @@ impl<D: Device> Verifier<D> {
         };
         let mut decoder = files.decoder(shard)?;
         check_aux_layers(&aux_layers, files.config().layers)?;
-        decoder.place(&device);
+        decoder.place(&mut On(&device));
         Ok(Self {
             device,
             decoder,

@@ -117,6 +117,11 @@ impl VerifierFiles {
         self.decoder(Shard::WHOLE).map(drop)
     }
 
+    /// The decoder of a shard, to be looked at only: it may have problems.
+    pub(super) fn any_decoder(&self, shard: Shard) -> Decoder {
+        Decoder::build(self, shard).decoder
+    }
+
     /// The decoder of a shard.
     ///
     /// # Errors

@@ -1,13 +1,15 @@
 //! A part of a stored weight matrix, and its product.
 
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use half::bf16;
 
-use super::decoder::place;
+use super::residents::Residence;
 use super::stored::Form;
-use crate::device::{Buffer, Device, FloatsMut, HostMatrix, Matrix, MatrixMut, PackedMatrix, StoredMatrix};
+use crate::device::{
+    Buffer, Device, Encoded, FloatsMut, HostMatrix, Keep, Matrix, MatrixMut, RowSteps, StoredMatrix,
+};
 
 /// A stored matrix of which parts can be taken.
 #[derive(Clone, Debug)]
@@ -47,7 +49,7 @@ impl Stored {
             count: rows.len(),
             cols,
             bias: None,
-            packed: OnceLock::new(),
+            kept: Keep::new(),
         }
     }
 
@@ -60,8 +62,8 @@ impl Stored {
     }
 }
 
-/// A weight matrix `[outputs, inputs]`, used where it lies in its file or as the device packs it at its first product,
-/// and perhaps a bias `[outputs]`.
+/// A weight matrix `[outputs, inputs]`, used where it lies in its file or as the device keeps it, and perhaps a bias
+/// `[outputs]`.
 #[derive(Debug)]
 pub(super) struct Linear {
     stored: Stored,
@@ -70,7 +72,7 @@ pub(super) struct Linear {
     count: usize,
     cols: Range<usize>,
     bias: Option<Buffer>,
-    packed: OnceLock<PackedMatrix>,
+    kept: Keep,
 }
 
 impl Linear {
@@ -82,9 +84,12 @@ impl Linear {
         }
     }
 
-    /// Brings its bias to where `device` computes.
-    pub(super) fn place(&mut self, device: &impl Device) {
-        place(device, &mut self.bias);
+    /// Takes bias and weights to where they are to be.
+    pub(super) fn place(&mut self, to: &mut impl Residence) {
+        if let Some(bias) = &mut self.bias {
+            to.vector(bias);
+        }
+        to.matrix(self);
     }
 
     /// Number of outputs.
@@ -138,8 +143,19 @@ impl StoredMatrix for Linear {
         Some(self.part_of(&whole))
     }
 
-    fn packed(&self) -> Option<&OnceLock<PackedMatrix>> {
-        Some(&self.packed)
+    fn encoded(&self) -> Option<Encoded<'_>> {
+        let rows = RowSteps {
+            first: self.first,
+            step: self.step,
+            count: self.count,
+        };
+        self.stored
+            .form
+            .encoded(rows, self.cols.clone(), self.stored.cols)
+    }
+
+    fn kept(&self) -> Option<&Keep> {
+        Some(&self.kept)
     }
 
     fn unpack(&self, rows: Range<usize>, out: &mut [f32]) {

@@ -7,6 +7,7 @@ use super::family::ExpertLayout;
 use super::layer_config::{DenseConfig, ExpertsConfig, MlpConfig};
 use super::linear::Linear;
 use super::loader::LayerLoader;
+use super::residents::Residence;
 use crate::device::{Buffer, Device, FloatsMut, Gate, Matrix, MatrixMut, Routing};
 
 /// The MLP of one layer, or a slice of it.
@@ -41,14 +42,14 @@ impl MlpBlock {
         }
     }
 
-    /// Brings its vectors to where `device` computes.
-    pub(super) fn place(&mut self, device: &impl Device) {
+    /// Takes vectors and matrices to where they are to be.
+    pub(super) fn place(&mut self, to: &mut impl Residence) {
         match self {
-            Self::Dense(dense) => dense.place(device),
+            Self::Dense(dense) => dense.place(to),
             Self::Experts(experts) => {
-                experts.router.place(device);
+                experts.router.place(to);
                 let all = experts.experts.iter_mut().chain(&mut experts.shared);
-                all.for_each(|expert| expert.place(device));
+                all.for_each(|expert| expert.place(to));
             }
         }
     }
@@ -117,9 +118,9 @@ impl Dense {
         }
     }
 
-    fn place(&mut self, device: &impl Device) {
+    fn place(&mut self, to: &mut impl Residence) {
         for linear in [&mut self.gate, &mut self.up, &mut self.down] {
-            linear.place(device);
+            linear.place(to);
         }
     }
 

@@ -1,8 +1,8 @@
 //! The large model whose hidden states are distilled.
 //!
 //! A verifier reads packed rows of documents and hands out, per token, the residual stream at some layers: the input of
-//! the draft. Weights stay as they are stored, mapped and packed, and are unpacked tile by tile inside the products;
-//! everything is computed in f32. A rank may hold a [`Shard`] of it only.
+//! the draft. Weights stay as they are stored, mapped or in a GPU's memory, and are unpacked tile by tile inside the
+//! products; everything is computed in f32. A rank may hold a [`Shard`] of it only.
 //!
 //! Invariants:
 //! - Documents never see each other: a document's states have the same bits alone and in any row.
@@ -25,6 +25,7 @@ mod layer_config;
 mod linear;
 mod loader;
 mod mlp;
+mod residents;
 mod rope_keys;
 mod rotation;
 mod self_check;
@@ -43,12 +44,15 @@ pub use layer_config::{
     AttentionConfig, DenseConfig, ExpertsConfig, GroupedConfig, LatentConfig, LayerConfig, MlpConfig,
 };
 pub use loader::Need;
+pub use residents::GpuBytes;
 pub use self_check::SelfCheck;
 pub use shard::{Alone, Interrupted, Peers, Shard};
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 mod config_tests;
+#[cfg(test)]
+mod gpu_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 mod tests;

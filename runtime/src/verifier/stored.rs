@@ -1,14 +1,14 @@
 //! A weight matrix in the form its files hold.
 //!
-//! STORED-1: weights stay packed in memory; they become f32 tile by tile, inside a product, and each element has the
-//! value that the form defines for it, bit for bit.
+//! STORED-1: weights stay packed in memory, on the host and on a device; they become floats tile by tile, inside a product,
+//! and each element has the value that the form defines for it, bit for bit.
 
 use std::ops::Range;
 
 use half::bf16;
 
-use crate::device::{HostMatrix, widen_bf16};
-use crate::weights::TensorView;
+use crate::device::{Encoded, EncodedForm, FloatKind, HostMatrix, Plane, RowSteps, widen_bf16};
+use crate::weights::{BlockFormat, Dtype, Encoding, RowOrder, TensorView};
 
 /// Values of the 4-bit floats of OCP's microscaling formats (E2M1), by their code.
 const FP4: [f32; 16] = [
@@ -69,6 +69,47 @@ impl Form {
             Self::Plain(view) => Some(HostMatrix::new(view.as_bf16()?, rows, cols)),
             Self::Transposed(view) => Some(HostMatrix::new(view.as_bf16()?, cols, rows).transposed()),
             _ => None,
+        }
+    }
+
+    /// What some rows and columns of the matrix `[any, width]` are stored as, if it is a form that devices know.
+    pub(super) fn encoded(&self, rows: RowSteps, cols: Range<usize>, width: usize) -> Option<Encoded<'_>> {
+        match self {
+            Self::Plain(view) => match view.encoding() {
+                Encoding::Block(format) => encoded_blocks(view, format, rows, cols, width),
+                _ => {
+                    let kind = float_kind(view)?;
+                    let bytes = kind.bytes();
+                    let values = view.plane(rows, (cols.start * bytes, cols.len() * bytes))?;
+                    Some(whole_rows(
+                        EncodedForm::Floats { values, kind },
+                        cols.clone(),
+                        cols.start,
+                    ))
+                }
+            },
+            Self::Packed {
+                packed,
+                scales,
+                bits,
+                group,
+            } => encoded_integers((packed, scales), (*bits, *group), rows, cols, width),
+            Self::Fp8 {
+                bytes,
+                scales,
+                scale_cols,
+                block,
+            } => encoded_fp8(bytes, (scales, *scale_cols), *block, rows, cols),
+            Self::Mxfp4 { blocks, scales } => {
+                let start = cols.start / MXFP4_GROUP * MXFP4_GROUP;
+                let taken = start..cols.end.next_multiple_of(MXFP4_GROUP);
+                let form = EncodedForm::Mxfp4 {
+                    blocks: blocks.plane(rows, (start / 2, taken.len() / 2))?,
+                    scales: scales.plane(rows, (start / MXFP4_GROUP, taken.len() / MXFP4_GROUP))?,
+                };
+                Some(whole_rows(form, taken, cols.start))
+            }
+            Self::Transposed(_) | Self::Missing => None,
         }
     }
 
@@ -155,6 +196,156 @@ impl Form {
             Self::Transposed(_) | Self::Missing => unreachable!("unpacked elsewhere, or never computed with"),
         }
     }
+}
+
+/// The columns `taken` of the part's own rows; the part begins at column `start`.
+fn whole_rows(form: EncodedForm<'_>, taken: Range<usize>, start: usize) -> Encoded<'_> {
+    Encoded {
+        form,
+        width: taken.len(),
+        first_row: 0,
+        step: 1,
+        first_col: start - taken.start,
+    }
+}
+
+fn float_kind(view: &TensorView) -> Option<FloatKind> {
+    match view.dtype()? {
+        Dtype::F32 => Some(FloatKind::F32),
+        Dtype::BF16 => Some(FloatKind::Bf16),
+        Dtype::F16 => Some(FloatKind::F16),
+        _ => None,
+    }
+}
+
+fn encoded_blocks(
+    view: &TensorView,
+    format: BlockFormat,
+    rows: RowSteps,
+    cols: Range<usize>,
+    width: usize,
+) -> Option<Encoded<'_>> {
+    let elements = format.elements();
+    // Else blocks span rows.
+    if !width.is_multiple_of(elements) {
+        return None;
+    }
+    let taken = cols.start / elements * elements..cols.end.next_multiple_of(elements);
+    let bytes = |cols: usize| cols / elements * format.bytes();
+    let blocks = view.plane(rows, (bytes(taken.start), bytes(taken.len())))?;
+    Some(whole_rows(
+        EncodedForm::Blocks { blocks, format },
+        taken,
+        cols.start,
+    ))
+}
+
+fn encoded_integers<'a>(
+    (words, scales): (&'a TensorView, &'a TensorView),
+    (bits, group): (usize, usize),
+    rows: RowSteps,
+    cols: Range<usize>,
+    width: usize,
+) -> Option<Encoded<'a>> {
+    if bits != 4 && bits != 8 {
+        return None;
+    }
+    let per_word = 32 / bits;
+    // With one scale for all columns only words have to stay whole.
+    let unit = if group >= width {
+        per_word
+    } else {
+        least_common_multiple(group, per_word)
+    };
+    let taken = cols.start / unit * unit..cols.end;
+    let (first_word, first_group) = (taken.start / per_word, taken.start / group);
+    let (word_bytes, scale_kind) = (size_of::<u32>(), float_kind(scales)?);
+    let groups = taken.end.div_ceil(group) - first_group;
+    let word_count = taken.end.div_ceil(per_word) - first_word;
+    let form = EncodedForm::Integers {
+        words: words.plane(rows, (first_word * word_bytes, word_count * word_bytes))?,
+        scales: scales.plane(
+            rows,
+            (first_group * scale_kind.bytes(), groups * scale_kind.bytes()),
+        )?,
+        scale_kind,
+        bits,
+        group,
+    };
+    Some(whole_rows(form, taken, cols.start))
+}
+
+fn encoded_fp8<'a>(
+    codes: &'a TensorView,
+    (scales, scale_cols): (&'a [f32], usize),
+    [block_rows, block_cols]: [usize; 2],
+    rows: RowSteps,
+    cols: Range<usize>,
+) -> Option<Encoded<'a>> {
+    let scale_cols = scale_cols.max(1);
+    let unit = if scale_cols == 1 { 1 } else { block_cols };
+    let taken = cols.start / unit * unit..cols.end;
+    let scale_start = if scale_cols == 1 {
+        0
+    } else {
+        taken.start / block_cols
+    };
+    let scale_end = if scale_cols == 1 {
+        1
+    } else {
+        taken.end.div_ceil(block_cols)
+    };
+    let end = rows.first + rows.count.saturating_sub(1) * rows.step + usize::from(rows.count > 0);
+    // Rows of codes, rows of scales, and where the part is in them.
+    let (code_rows, scale_rows, first_row, step) = if scales.len() == scale_cols {
+        let all = RowSteps {
+            first: 0,
+            step: 1,
+            count: 1,
+        };
+        (rows, all, 0, 1)
+    } else if block_rows == 1 {
+        (rows, rows, 0, 1)
+    } else {
+        let first_block = rows.first / block_rows;
+        let first = first_block * block_rows;
+        let between = |first, end: usize| RowSteps {
+            first,
+            step: 1,
+            count: end.max(first) - first,
+        };
+        (
+            between(first, end),
+            between(first_block, end.div_ceil(block_rows)),
+            rows.first - first,
+            rows.step,
+        )
+    };
+    let bytes = size_of::<f32>();
+    let form = EncodedForm::Fp8 {
+        codes: codes.plane(code_rows, (taken.start, taken.len()))?,
+        scales: Plane::new(
+            bytemuck::cast_slice(scales),
+            scale_cols * bytes,
+            RowOrder::Straight,
+            scale_rows,
+            (scale_start * bytes, (scale_end - scale_start) * bytes),
+        ),
+        block: [block_rows, block_cols],
+    };
+    Some(Encoded {
+        first_row,
+        step,
+        ..whole_rows(form, taken, cols.start)
+    })
+}
+
+fn least_common_multiple(a: usize, b: usize) -> usize {
+    let (mut x, mut y) = (a, b);
+    while y > 0 {
+        (x, y) = (y, x % y);
+    }
+    a / x * b
 }
 
 /// A row that is unpacked whole though only a part of it is wanted.

@@ -12,6 +12,7 @@ use safetensors::Dtype;
 
 use super::file::MappedFile;
 use super::{Encoding, WeightsError};
+use crate::device::{Plane, RowSteps};
 
 /// In which order a file holds the rows of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +29,7 @@ pub(crate) enum RowOrder {
 
 impl RowOrder {
     /// Where the file has a row.
-    fn stored(self, row: usize) -> usize {
+    pub(crate) fn stored(self, row: usize) -> usize {
         match self {
             Self::Straight => row,
             Self::Interleaved { head_dim } => {
@@ -189,6 +190,12 @@ impl TensorView {
             tensor: self.name.clone(),
             encoding: self.encoding,
         })
+    }
+
+    /// The bytes `start..start + len` of some rows, in the tensor's order; none if its elements are not those of the file.
+    pub(crate) fn plane(&self, rows: RowSteps, start_and_len: (usize, usize)) -> Option<Plane<'_>> {
+        let stride = self.range.len() / self.rows().max(1);
+        (self.offset == 0.0).then(|| Plane::new(self.bytes(), stride, self.order, rows, start_and_len))
     }
 
     /// The elements, if they are f32 and can be used where they lie.

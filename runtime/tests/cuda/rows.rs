@@ -1,6 +1,8 @@
 //! Gather, scatter, packed weights, experts.
 
-use eaglet_runtime::cuda::{DeviceForm, Indices, MatrixView, MatrixViewMut, RowChoice, ScatterList, View};
+use eaglet_runtime::cuda::{
+    DeviceForm, Indices, MatrixView, MatrixViewMut, RowChoice, Scales, ScatterList, View,
+};
 use eaglet_runtime::device::{Device, ExpertGroups, Matrix, MatrixMut, Routing, Scoring};
 use half::{bf16, f16};
 
@@ -206,7 +208,7 @@ fn integer_form(cases: &mut Cases<'_>, bits: u32, group: u32) {
     let (words, scales) = (stack.upload(&words), stack.upload(&scales));
     let form = DeviceForm::Packed {
         words: MatrixView::new(words.view(), rows, cols / per_word),
-        scales: MatrixView::new(scales.view(), rows, groups),
+        scales: Scales::F32(MatrixView::new(scales.view(), rows, groups)),
         bits,
         group,
         cols: cols as u32,

@@ -2,7 +2,6 @@
 #![allow(clippy::print_stdout, reason = "says what was skipped")]
 
 use std::ffi::OsString;
-use std::path::Path;
 use std::process::Command;
 use std::sync::{Arc, Mutex, Once, PoisonError};
 
@@ -13,7 +12,7 @@ use eaglet_runtime::cuda::{
 
 #[path = "../../../tests/cuda/stand_ins.rs"]
 mod stand_ins;
-use stand_ins::stand_ins;
+pub(crate) use stand_ins::stand_ins;
 
 /// Widths of heads that tests use: small ones, ones that need much shared memory, ones that take the wide form.
 const HEADS: [(u32, u32); 4] = [(16, 16), (24, 20), (128, 128), (136, 136)];
@@ -54,8 +53,8 @@ pub(crate) fn search() -> Option<SearchPath> {
 pub(crate) fn cache() -> Option<KernelCache> {
     // The stand-in's code depends on its header, which NVRTC's version does not say.
     let folder = match wants_real() {
-        true => Path::new(env!("CARGO_TARGET_TMPDIR")),
-        false => stand_ins()?,
+        true => stand_ins::scratch(),
+        false => stand_ins()?.to_owned(),
     };
     Some(KernelCache::at(folder.join("kernels")))
 }

@@ -1,10 +1,11 @@
 //! One step of a replica: its lanes' gradients, the sum, the vote, the commit.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use eaglet_runtime::collective::Phase as Half;
 use eaglet_runtime::control::{Activity, LaneMetrics, RankEvent};
-use eaglet_runtime::digest::Digest;
+use eaglet_runtime::device::Floats;
 use eaglet_runtime::ids::{RowId, Step};
 use eaglet_runtime::link::{BulkKind, BulkMessage, Part};
 
@@ -20,7 +21,6 @@ pub(super) enum Phase {
     Computing {
         step: Step,
         sum: Sum,
-        gradient: Vec<f32>,
         left: VecDeque<u16>,
         lanes: Vec<LaneMetrics>,
     },
@@ -33,7 +33,6 @@ pub(super) enum Phase {
     /// The vote is given.
     Staged {
         step: Step,
-        gradient: Vec<f32>,
     },
 }
 
@@ -77,12 +76,10 @@ impl<D: RankDevice> DraftWorker<D> {
             let id = RowId::Train { step, lane: *lane };
             return Err(RankFault::passing(format!("the {id} is not here")));
         }
-        let gradient = replica.take_gradient();
-        let sum = Sum::begin(group, gradient.len(), &lanes)?;
+        let sum = Sum::begin(group, replica, &lanes)?;
         self.phase = Phase::Computing {
             step,
             sum,
-            gradient,
             left,
             lanes: Vec::new(),
         };
@@ -107,7 +104,6 @@ impl<D: RankDevice> DraftWorker<D> {
         let Phase::Computing {
             step,
             sum,
-            gradient,
             left,
             lanes,
         } = &mut self.phase
@@ -131,24 +127,25 @@ impl<D: RankDevice> DraftWorker<D> {
                 .ok_or_else(|| RankFault::passing(format!("the {id} is gone")))?;
             // Segments leave as soon as they are final, while the rest is still computed.
             let mut unsent = None;
-            let on_final = |part, gradient: &[f32]| {
+            let device = Arc::clone(replica.device());
+            let (home, mut brought) = sum.split();
+            let on_final = |part, gradient: Floats<'_>| {
                 if unsent.is_none() {
-                    unsent = sum.contribute(group, step, lane, part, gradient).err();
+                    let gradient = device.gradient(gradient);
+                    unsent = brought.contribute(group, step, lane, part, gradient).err();
                 }
             };
             let mut metrics = replica
-                .gradient(row, gradient, on_final)
+                .gradient(row, home, on_final)
                 .map_err(RankFault::passing)?;
             if let Some(fault) = unsent {
                 return Err(fault);
             }
-            if let (Some(Damage::Nan), Some(value)) =
-                (faults::reach(Point::Computed, Some(step))?, gradient.first_mut())
-            {
-                *value = f32::NAN;
+            if faults::reach(Point::Computed, Some(step))? == Some(Damage::Nan) {
+                replica.damage(sum.home());
             }
             metrics.lane = lane;
-            metrics.finite = metrics.loss.is_finite() && is_finite(gradient);
+            metrics.finite &= replica.is_finite(sum.home().as_deref());
             tracing::debug!(
                 lane,
                 loss = metrics.loss,
@@ -161,7 +158,7 @@ impl<D: RankDevice> DraftWorker<D> {
         if !left.is_empty() {
             return Ok(());
         }
-        sum.start(group, step, std::mem::take(gradient))?;
+        sum.start(group, step)?;
         let over_nccl = matches!(sum, Sum::Nccl { .. });
         if let Phase::Computing { step, sum, lanes, .. } = std::mem::replace(&mut self.phase, Phase::Idle) {
             self.phase = Phase::Reducing { step, sum, lanes };
@@ -192,13 +189,13 @@ impl<D: RankDevice> DraftWorker<D> {
         let reduce = match &mut self.phase {
             Phase::Reducing {
                 step,
-                sum: Sum::Links(reduce),
+                sum: Sum::Links { reduce, .. },
                 ..
             } if is_present && *step == at => reduce,
             // A sum that is finished elsewhere is taken in once this replica has begun to wait for it.
             Phase::Computing {
                 step,
-                sum: Sum::Links(reduce),
+                sum: Sum::Links { reduce, .. },
                 ..
             } if is_present && *step == at && matches!(phase, Half::Contribution { .. }) => reduce,
             _ => {
@@ -241,11 +238,11 @@ impl<D: RankDevice> DraftWorker<D> {
     pub(super) fn note_summed(&mut self) {
         // Who has no lane may hear of it before its turn to wait has come.
         if let Phase::Reducing {
-            sum: Sum::Nccl { is_summed, .. },
+            sum: Sum::Nccl { is_summed },
             ..
         }
         | Phase::Computing {
-            sum: Sum::Nccl { is_summed, .. },
+            sum: Sum::Nccl { is_summed },
             ..
         } = &mut self.phase
         {
@@ -260,23 +257,24 @@ impl<D: RankDevice> DraftWorker<D> {
         let Phase::Reducing { step, sum, lanes } = std::mem::replace(&mut self.phase, Phase::Idle) else {
             return Ok(());
         };
-        let replica = self.replica.as_ref().ok_or_else(not_loaded)?;
+        let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         let group = self
             .group
             .as_mut()
             .ok_or_else(|| RankFault::passing("the group is gone in the middle of a step"))?;
-        let gradient = sum.finish(group)?;
+        let mean = sum.finish(group, replica)?;
         faults::reach(Point::Staged, Some(step))?;
+        // Finite parts may have a sum that is not; it must not be applied either.
+        let (gradient, finite) = replica.stage(mean);
         let event = RankEvent::Staged {
             epoch: self.epoch,
             step,
-            gradient: Digest::of_f32(&gradient),
-            // Finite parts may have a sum that is not; it must not be applied either.
-            finite: is_finite(&gradient),
+            gradient,
+            finite,
             state: replica.digest(),
             lanes,
         };
-        self.phase = Phase::Staged { step, gradient };
+        self.phase = Phase::Staged { step };
         self.context.say(event);
         faults::reach(Point::Voted, Some(step))?;
         Ok(())
@@ -288,13 +286,8 @@ impl<D: RankDevice> DraftWorker<D> {
         faults::reach(Point::Commit, Some(step))?;
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         match std::mem::replace(&mut self.phase, Phase::Idle) {
-            Phase::Staged {
-                step: staged,
-                gradient,
-            } if staged == step => {
-                replica
-                    .apply(gradient, learning_rate)
-                    .map_err(RankFault::passing)?;
+            Phase::Staged { step: staged } if staged == step => {
+                replica.apply(learning_rate).map_err(RankFault::passing)?;
             }
             _ => {
                 return Err(RankFault::passing(format!(
@@ -312,8 +305,4 @@ impl<D: RankDevice> DraftWorker<D> {
         faults::reach(Point::Applied, Some(step))?;
         Ok(())
     }
-}
-
-fn is_finite(values: &[f32]) -> bool {
-    values.iter().all(|value| value.is_finite())
 }

@@ -8,107 +8,146 @@ use eaglet_runtime::ids::Step;
 
 use super::RankFault;
 use super::group::Group;
+use crate::rank::RankDevice;
+use crate::replica::Replica;
 
 /// The sum of one step.
 pub(super) enum Sum {
     /// Segments over the links of the group.
-    Links(Box<SeatOrderedReduce>),
-    /// Buckets over NCCL.
+    Links {
+        reduce: Box<SeatOrderedReduce>,
+        /// The gradient of the lane that is computed, on the host; the sum has it once all lanes are brought in.
+        home: Vec<f32>,
+    },
+    /// Buckets over NCCL, from and to where the device computes.
     Nccl {
-        /// Where the mean is written, once all lanes of this seat are brought in.
-        target: Vec<f32>,
         /// Whether the mean is there.
         is_summed: bool,
     },
 }
 
 impl Sum {
-    /// Begins the sum of a gradient of some elements over some lanes.
+    /// Begins the sum of a replica's gradients over some lanes.
     ///
     /// # Errors
     /// If a lane belongs to nobody, or the members have not met.
-    pub(super) fn begin(group: &mut Group, elements: usize, lanes: &[u16]) -> Result<Self, RankFault> {
-        let shape = group.shape(elements, lanes);
+    pub(super) fn begin<D: RankDevice>(
+        group: &mut Group,
+        replica: &mut Replica<D>,
+        lanes: &[u16],
+    ) -> Result<Self, RankFault> {
+        let shape = group.shape(replica.elements(), lanes);
         if let Some(part) = group.part() {
             part.begin_step(shape.lanes)?;
-            return Ok(Self::Nccl {
-                target: Vec::new(),
-                is_summed: false,
-            });
+            return Ok(Self::Nccl { is_summed: false });
         }
-        let reduce = SeatOrderedReduce::new(shape).map_err(RankFault::passing)?;
-        Ok(Self::Links(Box::new(reduce)))
+        Ok(Self::Links {
+            reduce: Box::new(SeatOrderedReduce::new(shape).map_err(RankFault::passing)?),
+            home: replica.take_gradient(),
+        })
     }
 
-    /// Brings in a stretch of a lane's gradient that is final while the rest is still computed.
-    ///
-    /// # Errors
-    /// If the stretch has no place in the sum.
-    pub(super) fn contribute(
-        &mut self,
-        group: &mut Group,
-        step: Step,
-        lane: u16,
-        part: Range<usize>,
-        gradient: &[f32],
-    ) -> Result<(), RankFault> {
-        match (self, group.part()) {
-            (Self::Links(reduce), _) => {
-                let outgoing = reduce
-                    .contribute_part(lane, part, gradient)
-                    .map_err(RankFault::passing)?;
-                group.post(step, outgoing).map_err(RankFault::passing)
-            }
-            (Self::Nccl { .. }, Some(nccl)) => nccl
-                .sums()
-                .bring(lane, part, Gradient::Host(gradient))
-                .map_err(RankFault::passing),
-            (Self::Nccl { .. }, None) => Err(RankFault::passing("the group does not sum over NCCL")),
+    /// The vector that gradients are computed into, if they have to be on the host.
+    pub(super) fn home(&mut self) -> Option<&mut [f32]> {
+        match self {
+            Self::Links { home, .. } => Some(home),
+            Self::Nccl { .. } => None,
         }
     }
 
-    /// All lanes of this seat are brought in; takes the vector that the mean is written into.
+    /// What [`Self::home`] lends while stretches are brought in, apart from the rest.
+    pub(super) fn split(&mut self) -> (Option<&mut [f32]>, Brought<'_>) {
+        match self {
+            Self::Links { reduce, home } => (Some(home), Brought::Links(reduce)),
+            Self::Nccl { .. } => (None, Brought::Nccl),
+        }
+    }
+
+    /// All lanes of this seat are brought in.
     ///
     /// # Errors
     /// If a lane is missing.
-    pub(super) fn start(
-        &mut self,
-        group: &mut Group,
-        step: Step,
-        gradient: Vec<f32>,
-    ) -> Result<(), RankFault> {
+    pub(super) fn start(&mut self, group: &mut Group, step: Step) -> Result<(), RankFault> {
         match self {
-            Self::Links(reduce) => {
-                let outgoing = reduce.start(gradient).map_err(RankFault::passing)?;
+            Self::Links { reduce, home } => {
+                let outgoing = reduce.start(std::mem::take(home)).map_err(RankFault::passing)?;
                 group.post(step, outgoing).map_err(RankFault::passing)
             }
-            Self::Nccl { target, .. } => {
-                *target = gradient;
-                Ok(())
-            }
+            Self::Nccl { .. } => Ok(()),
         }
     }
 
     /// Whether the mean is there.
     pub(super) fn is_done(&self) -> bool {
         match self {
-            Self::Links(reduce) => reduce.is_done(),
-            Self::Nccl { is_summed, .. } => *is_summed,
+            Self::Links { reduce, .. } => reduce.is_done(),
+            Self::Nccl { is_summed } => *is_summed,
         }
     }
 
-    /// The mean, once it is there.
+    /// The mean, once it is there: on the host, or in the replica's room for it.
     ///
     /// # Errors
     /// If it is not.
-    pub(super) fn finish(self, group: &mut Group) -> Result<Vec<f32>, RankFault> {
+    pub(super) fn finish<D: RankDevice>(
+        self,
+        group: &mut Group,
+        replica: &mut Replica<D>,
+    ) -> Result<Option<Vec<f32>>, RankFault> {
         match (self, group.part()) {
-            (Self::Links(reduce), _) => reduce.finish().map_err(RankFault::passing),
-            (Self::Nccl { mut target, .. }, Some(nccl)) => {
-                nccl.sums().take(&mut target).map_err(RankFault::passing)?;
-                Ok(target)
+            (Self::Links { reduce, .. }, _) => reduce.finish().map(Some).map_err(RankFault::passing),
+            (Self::Nccl { .. }, Some(part)) => {
+                let room = replica
+                    .gradient_room()
+                    .into_gpu()
+                    .ok_or_else(|| RankFault::permanent("sums over NCCL need a replica on a GPU"))?;
+                part.sums().take_device(room).map_err(RankFault::passing)?;
+                Ok(None)
             }
-            (Self::Nccl { .. }, None) => Err(RankFault::passing("the group does not sum over NCCL")),
+            (Self::Nccl { .. }, None) => Err(no_nccl()),
         }
     }
+}
+
+/// Where stretches of a lane's gradient go that are final while the rest is still computed.
+pub(super) enum Brought<'a> {
+    Links(&'a mut SeatOrderedReduce),
+    Nccl,
+}
+
+impl Brought<'_> {
+    /// Brings in a stretch.
+    ///
+    /// # Errors
+    /// If it has no place in the sum.
+    pub(super) fn contribute(
+        &mut self,
+        group: &mut Group,
+        step: Step,
+        lane: u16,
+        part: Range<usize>,
+        gradient: Gradient<'_>,
+    ) -> Result<(), RankFault> {
+        match (self, gradient) {
+            (Self::Links(reduce), Gradient::Host(gradient)) => {
+                let outgoing = reduce
+                    .contribute_part(lane, part, gradient)
+                    .map_err(RankFault::passing)?;
+                group.post(step, outgoing).map_err(RankFault::passing)
+            }
+            (Self::Links(_), Gradient::Device(..)) => Err(RankFault::passing(
+                "links carry what is on the host, and this gradient is not",
+            )),
+            (Self::Nccl, gradient) => group
+                .part()
+                .ok_or_else(no_nccl)?
+                .sums()
+                .bring(lane, part, gradient)
+                .map_err(RankFault::passing),
+        }
+    }
+}
+
+fn no_nccl() -> RankFault {
+    RankFault::passing("the group does not sum over NCCL")
 }

@@ -51,6 +51,9 @@ struct Loaded<D: RankDevice> {
     stop_ids: Vec<u32>,
 }
 
+/// The verifier, its other shards as this one sees them for one row, and where answers end.
+type Together<'a, D> = (&'a mut Verifier<D>, ShardPeers<Talk<'a>>, &'a [u32]);
+
 /// Something to compute.
 enum Job {
     Check,
@@ -289,14 +292,14 @@ impl<D: RankDevice> VerifierWorker<D> {
         Ok(())
     }
 
-    /// The verifier, its other shards as this one sees them for one row, and where answers end.
+    /// What one row needs.
     fn together<'a>(
         &'a mut self,
         turn: u64,
         step: Option<Step>,
         activity: Activity,
         inbox: &'a mut Inbox,
-    ) -> Result<(&'a mut Verifier<D>, ShardPeers<Talk<'a>>, &'a [u32]), RankFault> {
+    ) -> Result<Together<'a, D>, RankFault> {
         let Self {
             context,
             shard,

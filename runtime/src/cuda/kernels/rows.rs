@@ -8,6 +8,7 @@ use crate::cuda::memory::{View, ViewMut};
 use crate::cuda::module::Argument;
 use crate::cuda::programs::Program;
 use crate::cuda::stream::Stream;
+use crate::weights::BlockFormat;
 
 /// A weight matrix `[rows, cols]` on a device, as its files hold it.
 #[derive(Clone, Copy, Debug)]
@@ -24,7 +25,7 @@ pub enum DeviceForm<'a> {
         /// `[rows, ⌈cols · bits / 32⌉]`.
         words: MatrixView<'a, u32>,
         /// `[rows, groups]`.
-        scales: MatrixView<'a, f32>,
+        scales: Scales<'a>,
         /// 4 or 8.
         bits: u32,
         /// Columns that share a scale.
@@ -48,6 +49,72 @@ pub enum DeviceForm<'a> {
         /// `[rows, cols / 32]`.
         scales: MatrixView<'a, u8>,
     },
+    /// ggml's blocks.
+    Blocks {
+        /// `[rows, cols / elements · bytes]`.
+        blocks: MatrixView<'a, u8>,
+        /// What a block is.
+        format: BlockFormat,
+    },
+}
+
+/// Scales of integers, as their files hold them.
+#[derive(Clone, Copy, Debug)]
+pub enum Scales<'a> {
+    /// f32.
+    F32(MatrixView<'a, f32>),
+    /// bf16.
+    Bf16(MatrixView<'a, u16>),
+    /// f16.
+    F16(MatrixView<'a, u16>),
+}
+
+impl Scales<'_> {
+    fn shape(&self) -> (u32, u32) {
+        match self {
+            Self::F32(scales) => (scales.rows, scales.cols),
+            Self::Bf16(scales) | Self::F16(scales) => (scales.rows, scales.cols),
+        }
+    }
+
+    fn row_stride(&self) -> &u64 {
+        match self {
+            Self::F32(scales) => &scales.row_stride,
+            Self::Bf16(scales) | Self::F16(scales) => &scales.row_stride,
+        }
+    }
+
+    fn data(&self) -> &dyn Argument {
+        match self {
+            Self::F32(scales) => &scales.data,
+            Self::Bf16(scales) | Self::F16(scales) => &scales.data,
+        }
+    }
+
+    /// Its number in `rows.cu`.
+    fn kind(&self) -> &u32 {
+        match self {
+            Self::F32(_) => &0,
+            Self::Bf16(_) => &1,
+            Self::F16(_) => &2,
+        }
+    }
+}
+
+/// The number of a format in `rows.cu`, which is ggml's.
+fn number(format: BlockFormat) -> u32 {
+    match format {
+        BlockFormat::Q4_0 => 2,
+        BlockFormat::Q4_1 => 3,
+        BlockFormat::Q5_0 => 6,
+        BlockFormat::Q5_1 => 7,
+        BlockFormat::Q8_0 => 8,
+        BlockFormat::Q2_K => 10,
+        BlockFormat::Q3_K => 11,
+        BlockFormat::Q4_K => 12,
+        BlockFormat::Q5_K => 13,
+        BlockFormat::Q6_K => 14,
+    }
 }
 
 impl DeviceForm<'_> {
@@ -58,6 +125,10 @@ impl DeviceForm<'_> {
             Self::Packed { words, cols, .. } => (words.rows, *cols),
             Self::Fp8 { codes, .. } => (codes.rows, codes.cols),
             Self::Mxfp4 { blocks, .. } => (blocks.rows, blocks.cols * 2),
+            Self::Blocks { blocks, format } => {
+                let cols = blocks.cols as usize / format.bytes() * format.elements();
+                (blocks.rows, count(cols))
+            }
         }
     }
 
@@ -79,10 +150,10 @@ impl DeviceForm<'_> {
                 (*bits == 4 || *bits == 8)
                     && *group > 0
                     && words.cols >= cols.div_ceil(32 / *bits)
-                    && scales.rows == rows
-                    && scales.cols >= cols.div_ceil(*group)
+                    && scales.shape().0 == rows
+                    && scales.shape().1 >= cols.div_ceil(*group)
                     && dense(words.cols, words.row_stride)
-                    && dense(scales.cols, scales.row_stride)
+                    && dense(scales.shape().1, *scales.row_stride())
             }
             Self::Fp8 {
                 codes,
@@ -102,6 +173,9 @@ impl DeviceForm<'_> {
                     && scales.cols == cols / 32
                     && dense(blocks.cols, blocks.row_stride)
                     && dense(scales.cols, scales.row_stride)
+            }
+            Self::Blocks { blocks, format } => {
+                (blocks.cols as usize).is_multiple_of(format.bytes()) && dense(blocks.cols, blocks.row_stride)
             }
         };
         assert!(fits, "shapes of a packed matrix of {rows} x {cols}: {self:?}");
@@ -335,6 +409,13 @@ impl Kernels {
             DeviceForm::Packed { words, .. } => (words.row_stride, ["unpack_packed", "unpack_packed_bf16"]),
             DeviceForm::Fp8 { codes, .. } => (codes.row_stride, ["unpack_fp8", "unpack_fp8_bf16"]),
             DeviceForm::Mxfp4 { .. } => (u64::from(all_cols), ["unpack_mxfp4", "unpack_mxfp4_bf16"]),
+            DeviceForm::Blocks { blocks, .. } => (blocks.row_stride, ["unpack_blocks", "unpack_blocks_bf16"]),
+        };
+        let block = match form {
+            DeviceForm::Blocks { format, .. } => {
+                [number(*format), count(format.elements()), count(format.bytes())]
+            }
+            _ => [0; 3],
         };
         let tail: [&dyn Argument; 7] = [
             &listed,
@@ -354,7 +435,15 @@ impl Kernels {
                 bits,
                 group,
                 ..
-            } => vec![&words.data, &width, &scales.data, &scales.row_stride, bits, group],
+            } => vec![
+                &words.data,
+                &width,
+                scales.data(),
+                scales.row_stride(),
+                scales.kind(),
+                bits,
+                group,
+            ],
             DeviceForm::Fp8 {
                 codes,
                 scales,
@@ -368,6 +457,9 @@ impl Kernels {
                 block_cols,
             ],
             DeviceForm::Mxfp4 { blocks, scales } => vec![&blocks.data, &scales.data, &width],
+            DeviceForm::Blocks { blocks, .. } => {
+                vec![&blocks.data, &width, &block[0], &block[1], &block[2]]
+            }
         };
         let arguments: Vec<&dyn Argument> = head.into_iter().chain(tail).collect();
         // SAFETY: checked above.

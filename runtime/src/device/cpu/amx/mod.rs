@@ -44,7 +44,7 @@ use half::bf16;
 
 use self::hardware::Amx;
 use self::product::{Right, SLAB_BYTES, Workspace, product};
-use crate::device::{HostMatrix, HostMatrixMut, StoredMatrix};
+use crate::device::{HostMatrix, HostMatrixMut, Kept, StoredMatrix};
 
 /// Whether this process can use AMX: processor, operating system, permission, and a product whose result is known.
 ///
@@ -129,15 +129,18 @@ impl Engine {
             (None, Some(weights)) => Some(weights.into()),
             (None, None) => None,
         };
-        let right = match (plain, weights.packed()) {
-            (Some(plain), Some(place)) => Right::Packed(match place.get() {
-                Some(packed) => packed,
+        let right = match (plain, weights.kept()) {
+            (Some(plain), Some(place)) => {
                 // Not inside `get_or_init`: a task that a waiting thread steals meanwhile could come here again.
-                None => {
-                    let _ = place.set(PackedMatrix::new(plain));
-                    place.get().expect("it has just been set")
+                if place.get().is_none() {
+                    let _ = place.set(Kept::Amx(PackedMatrix::new(plain)));
                 }
-            }),
+                match place.get() {
+                    Some(Kept::Amx(packed)) => Right::Packed(packed),
+                    // Another device has it.
+                    _ => Right::Source(plain),
+                }
+            }
             (Some(plain), None) => Right::Source(plain),
             (None, _) => Right::Source(weights.into()),
         };

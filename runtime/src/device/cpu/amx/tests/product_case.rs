@@ -1,13 +1,12 @@
 //! A product of any kind, and whether it is right.
 
 use std::ops::Range;
-use std::sync::OnceLock;
 
 use half::bf16;
 use proptest::prelude::*;
 
-use crate::device::cpu::amx::{Engine, PackedMatrix};
-use crate::device::{HostMatrix, HostMatrixMut, StoredMatrix};
+use crate::device::cpu::amx::Engine;
+use crate::device::{HostMatrix, HostMatrixMut, Keep, StoredMatrix};
 
 /// Half a unit in the last place of 1.
 const ROUNDING: f64 = 5.960_464_477_539_063e-8;
@@ -71,7 +70,7 @@ struct Weights<'a> {
     narrow: Option<HostMatrix<'a, bf16>>,
     /// Read to unpack, `[n, k]`.
     values: HostMatrix<'a>,
-    kept: Option<OnceLock<PackedMatrix>>,
+    kept: Option<Keep>,
 }
 
 impl StoredMatrix for Weights<'_> {
@@ -91,7 +90,7 @@ impl StoredMatrix for Weights<'_> {
         self.narrow
     }
 
-    fn packed(&self) -> Option<&OnceLock<PackedMatrix>> {
+    fn kept(&self) -> Option<&Keep> {
         self.kept.as_ref()
     }
 
@@ -166,7 +165,7 @@ impl Case {
             wide: wide.then_some(b.transposed()),
             narrow: narrow_too.then_some(narrow.transposed()),
             values: b.transposed(),
-            kept: keeps.then(OnceLock::new),
+            kept: keeps.then(Keep::new),
         };
         match self.handing {
             Handing::F32 => engine.gemm(view, a, b, alpha, accumulate),
@@ -179,12 +178,12 @@ impl Case {
             Handing::Kept => {
                 let kept = weights(false, true, true);
                 engine.gemm_stored(view, a, &kept, accumulate);
-                prop_assert!(kept.packed().is_some_and(|place| place.get().is_some()));
+                prop_assert!(kept.kept().is_some_and(|place| place.get().is_some()));
             }
             Handing::Unpacked => {
                 let unpacked = weights(false, false, true);
                 engine.gemm_stored(view, a, &unpacked, accumulate);
-                prop_assert!(unpacked.packed().is_some_and(|place| place.get().is_none()));
+                prop_assert!(unpacked.kept().is_some_and(|place| place.get().is_none()));
             }
         }
         for (place, (&ours, &before)) in c.iter().zip(&before).enumerate() {
