@@ -40,7 +40,7 @@ fn over_links() -> Option<&'static Path> {
 }
 
 fn log(directory: &Path, seat: &str) -> String {
-    std::fs::read_to_string(directory.join(format!("logs/{seat}.out"))).expect("a log")
+    std::fs::read_to_string(directory.join(format!("logs/{seat}.log"))).expect("a log")
 }
 
 #[test]

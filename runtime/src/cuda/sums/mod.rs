@@ -8,8 +8,8 @@
 //! Buckets are owned by one thread at a time: they are filled by the caller, move to the second thread when they are
 //! whole, and come back as sums.
 //!
-//! - **SEQUENCE-1, SEQUENCE-2**: see [`crate::collective::BucketPlan`].
-//! - **SUMS-1 exact**: in [`SumMode::Exact`](crate::collective::SumMode::Exact) the sum has the bits of [`SeatOrderedReduce`], whatever the membership and
+//! - **SEQUENCE-1, SEQUENCE-2**: see [`BucketPlan`](crate::collective::BucketPlan).
+//! - **SUMS-1 exact**: in [`SumMode::Exact`] the sum has the bits of [`SeatOrderedReduce`], whatever the membership and
 //!   whoever owns which lane: lanes are added in their order, then multiplied by `1 / lanes`.
 //! - **SUMS-2 bounded**: a member holds the sum, one bucket that it receives, and of its own lanes what was not sent yet,
 //!   which is at most one gradient for each of them.
@@ -17,6 +17,7 @@
 //!   [`SumsAborter::abort`] return in time, or say that the process has to end.
 //!
 //! [`SeatOrderedReduce`]: crate::collective::SeatOrderedReduce
+//! [`SumMode::Exact`]: crate::collective::SumMode::Exact
 
 mod poster;
 mod terms;
