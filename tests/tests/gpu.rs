@@ -2,6 +2,8 @@
 //! a GPU gets. Skipped, with a line that says so, where there is no `g++` to build them with.
 #![allow(clippy::print_stdout, reason = "shows how close the numbers are")]
 
+#[path = "gpu/nccl.rs"]
+mod nccl;
 #[path = "../cuda/stand_ins.rs"]
 mod stand_ins;
 

@@ -218,7 +218,7 @@ fn collective(config: &ClusterConfig, checker: &mut Checker<'_>) {
     let on_host = config
         .ranks
         .iter()
-        .find(|rank| rank.role == Role::Draft && !rank.device.starts_with("cuda:"));
+        .find(|rank| rank.role == Role::Draft && rank.gpu().is_none());
     checker.rule(
         !is_nccl || on_host.is_none(),
         &["training.collective", "ranks"],

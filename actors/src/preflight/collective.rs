@@ -75,7 +75,12 @@ fn refusal(config: &ClusterConfig, version: (u32, u32, u32), may_share: bool) ->
 
 /// The first GPU that several draft ranks are on, and who they are.
 fn shared(config: &ClusterConfig) -> Option<(&str, Vec<Seat>)> {
-    let drafts = || config.ranks.iter().filter(|rank| rank.role == Role::Draft);
+    let drafts = || {
+        config
+            .ranks
+            .iter()
+            .filter(|rank| rank.role == Role::Draft && rank.gpu().is_some())
+    };
     drafts().find_map(|rank| {
         let seats: Vec<Seat> = drafts()
             .filter(|other| other.device == rank.device)

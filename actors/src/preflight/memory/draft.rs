@@ -1,5 +1,6 @@
 //! Memory of a draft rank.
 
+use eaglet_runtime::collective::BucketPlan;
 use eaglet_runtime::draft::{DraftSpec, RowLoad};
 
 use super::{MemoryPart, Use, gpu_context, process, ring_bytes};
@@ -28,6 +29,8 @@ pub(crate) struct DraftRank<'a> {
     pub(crate) held_out_tokens: u64,
     /// Compute threads.
     pub(crate) threads: usize,
+    /// Gradients are summed over NCCL, where they lie.
+    pub(crate) over_nccl: bool,
 }
 
 impl DraftRank<'_> {
@@ -90,7 +93,13 @@ impl DraftRank<'_> {
             .parts()
             .into_iter()
             .filter(|part| on_gpu.contains(&part.r#use));
-        parts.chain([gpu_context()]).collect()
+        let (weights, own) = (4 * self.parameters, self.own_lanes());
+        // The sum, own lanes that others are not ready for, and a bucket of another's.
+        let bucket = 4 * BucketPlan::bucket_elements_for(self.parameters as usize) as u64;
+        let summing = self
+            .over_nccl
+            .then(|| MemoryPart::new(Use::Exchange, (1 + own) * weights + bucket));
+        parts.chain(summing).chain([gpu_context()]).collect()
     }
 
     /// Gradients that are being summed, or the whole state on its way to a replacement, whichever is more.
@@ -104,7 +113,11 @@ impl DraftRank<'_> {
         } else {
             0
         };
-        summing.max(donating)
+        if self.over_nccl {
+            donating
+        } else {
+            summing.max(donating)
+        }
     }
 }
 
@@ -154,6 +167,7 @@ mod tests {
             hidden_bytes_per_token: 57_344,
             held_out_tokens: 0,
             threads: 1,
+            over_nccl: false,
         }
     }
 
@@ -194,6 +208,21 @@ mod tests {
             words.starts_with("master weights and moments 10.0 GB, "),
             "{words}"
         );
+    }
+
+    #[test]
+    fn sums_over_nccl_lie_on_the_gpu() {
+        let spec = kimi();
+        let weights = 4 * 829_452_288_u64;
+        let mut rank = draft(&spec, 3, 2);
+        rank.over_nccl = true;
+        // The sum, both lanes of the rank that has two, and a bucket.
+        assert_eq!(
+            bytes_of(&rank.gpu_parts(), Use::Exchange),
+            3 * weights + (16 << 20)
+        );
+        // On the host a state may still be on its way.
+        assert_eq!(bytes_of(&rank.parts(), Use::Exchange), 3 * weights);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use eaglet_runtime::device::{Cpu, ProductKernel};
 use eaglet_runtime::ids::Role;
 
 use super::Plan;
-use crate::config::RankConfig;
+use crate::config::{Collective, RankConfig};
 use crate::preflight::foundation::is_absent;
 use crate::preflight::machine::Machine;
 use crate::preflight::memory::{
@@ -91,6 +91,7 @@ impl Plan<'_> {
             hidden_bytes_per_token: self.hidden_bytes_per_token()?,
             held_out_tokens: self.held_out_tokens(),
             threads,
+            over_nccl: self.config.training.collective == Collective::Nccl,
         };
         let plan = RankPlan {
             parameters,
