@@ -20,9 +20,7 @@ use super::memory::{Buffer, Memory, View};
 use super::operands::OutputMatrix;
 use super::stream::Stream;
 use super::upload::{Upload, Uploads};
-use crate::device::{
-    EncodedForm, FloatKind, Kept, Matrix, MatrixMut, Plane, Products, StoredMatrix,
-};
+use crate::device::{EncodedForm, FloatKind, Kept, Matrix, MatrixMut, Plane, Products, StoredMatrix};
 use crate::weights::BlockFormat;
 
 /// Their name in the rank's account of memory.
@@ -98,11 +96,7 @@ impl Form {
                 };
                 (form, words, Some(scales))
             }
-            EncodedForm::Fp8 {
-                codes,
-                scales,
-                block,
-            } => {
+            EncodedForm::Fp8 { codes, scales, block } => {
                 let form = Self::Fp8 {
                     scale_rows: scales.rows(),
                     scale_cols: scales.row_bytes() / size_of::<f32>(),
@@ -429,7 +423,12 @@ impl Cuda {
         let mut target = self.target_matrix(c);
         self.with_weights(weights, |weights| match self.precision {
             Precision::F32 => {
-                must(self.tiled(&mut target, super::device::factor(a.view(), turned), weights, accumulate));
+                must(self.tiled(
+                    &mut target,
+                    super::device::factor(a.view(), turned),
+                    weights,
+                    accumulate,
+                ));
             }
             Precision::Bf16 => {
                 let (rows, cols) = if turned { (cols, rows) } else { (rows, cols) };
@@ -508,7 +507,13 @@ mod tests {
     /// WEIGHTS-1
     #[test]
     fn tiles_are_bounded_and_begin_aligned() {
-        for (rows, cols, bytes) in [(7, 5, 4), (64, 64, 2), (152_064, 8192, 2), (256, 7168, 4), (9, 40_000_000, 4)] {
+        for (rows, cols, bytes) in [
+            (7, 5, 4),
+            (64, 64, 2),
+            (152_064, 8192, 2),
+            (256, 7168, 4),
+            (9, 40_000_000, 4),
+        ] {
             let tile = tile_rows(UNPACKED_BYTES, rows, cols * bytes);
             assert!(tile == rows || tile.is_multiple_of(TILE_ROWS), "{tile} of {rows}");
             assert!(

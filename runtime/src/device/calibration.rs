@@ -9,8 +9,7 @@ use std::time::{Duration, Instant};
 use half::bf16;
 
 use super::{
-    Cpu, Device, HostMatrix, Keep, Matrix, MatrixMut, Products, StoredMatrix, ThreadsError,
-    widen_bf16,
+    Cpu, Device, HostMatrix, Keep, Matrix, MatrixMut, Products, StoredMatrix, ThreadsError, widen_bf16,
 };
 
 /// Larger sides are measured as if they had this length: products of that size have reached their rate.

@@ -113,7 +113,12 @@ fn cases() -> Vec<Case> {
             let values = noise.floats(shape[0] * shape[1]);
             let view = floats(dtype, &shape, &values);
             let bytes = shape[0] * shape[1] * size;
-            add(&format!("{dtype} {shape:?}"), Form::Plain(view), shape, [bytes; 2]);
+            add(
+                &format!("{dtype} {shape:?}"),
+                Form::Plain(view),
+                shape,
+                [bytes; 2],
+            );
         }
         let values = noise.floats(ROWS * COLS);
         let view = floats(dtype, &[COLS, ROWS], &values);
@@ -168,7 +173,12 @@ fn cases() -> Vec<Case> {
             block,
         };
         let bytes = ROWS * COLS + 4 * scale_rows * scale_cols;
-        add(&format!("fp8, blocks of {block:?}"), form, [ROWS, COLS], [bytes; 2]);
+        add(
+            &format!("fp8, blocks of {block:?}"),
+            form,
+            [ROWS, COLS],
+            [bytes; 2],
+        );
     }
     let exponents: Vec<u8> = noise
         .bytes(ROWS * COLS / 32)
@@ -184,12 +194,7 @@ fn cases() -> Vec<Case> {
         ),
         scales: tensor(Encoding::Plain(Dtype::U8), &[ROWS, groups], &exponents),
     };
-    add(
-        "mxfp4",
-        form,
-        [ROWS, COLS],
-        [ROWS * COLS / 2 + ROWS * groups; 2],
-    );
+    add("mxfp4", form, [ROWS, COLS], [ROWS * COLS / 2 + ROWS * groups; 2]);
     for format in [
         BlockFormat::Q4_0,
         BlockFormat::Q4_1,
@@ -204,7 +209,12 @@ fn cases() -> Vec<Case> {
     ] {
         let view = blocks(format, ROWS, COLS, noise);
         let bytes = ROWS * COLS / format.elements() * format.bytes();
-        add(&format!("{format:?}"), Form::Plain(view), [ROWS, COLS], [bytes; 2]);
+        add(
+            &format!("{format:?}"),
+            Form::Plain(view),
+            [ROWS, COLS],
+            [bytes; 2],
+        );
     }
     // Heads of queries as llama.cpp stores them.
     let view = blocks(BlockFormat::Q4_0, ROWS, COLS, noise);
@@ -365,10 +375,7 @@ fn a_row_has_the_same_bits_however_many_share_a_product_and_however_it_is_tiled(
 /// WEIGHTS-1
 #[test]
 fn a_gpu_holds_what_the_files_hold_of_the_part() {
-    for (precision, products) in [
-        (Precision::F32, Products::F32),
-        (Precision::Bf16, Products::Bf16),
-    ] {
+    for (precision, products) in [(Precision::F32, Products::F32), (Precision::Bf16, Products::Bf16)] {
         let Some(gpu) = gpu(precision) else { return };
         let held = || {
             let holders = gpu.holders().0;

@@ -149,7 +149,9 @@ impl StoredMatrix for Linear {
             step: self.step,
             count: self.count,
         };
-        self.stored.form.encoded(rows, self.cols.clone(), self.stored.cols)
+        self.stored
+            .form
+            .encoded(rows, self.cols.clone(), self.stored.cols)
     }
 
     fn kept(&self) -> Option<&Keep> {

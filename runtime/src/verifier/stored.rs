@@ -81,7 +81,11 @@ impl Form {
                     let kind = float_kind(view)?;
                     let bytes = kind.bytes();
                     let values = view.plane(rows, (cols.start * bytes, cols.len() * bytes))?;
-                    Some(whole_rows(EncodedForm::Floats { values, kind }, cols.clone(), cols.start))
+                    Some(whole_rows(
+                        EncodedForm::Floats { values, kind },
+                        cols.clone(),
+                        cols.start,
+                    ))
                 }
             },
             Self::Packed {
@@ -229,7 +233,11 @@ fn encoded_blocks(
     let taken = cols.start / elements * elements..cols.end.next_multiple_of(elements);
     let bytes = |cols: usize| cols / elements * format.bytes();
     let blocks = view.plane(rows, (bytes(taken.start), bytes(taken.len())))?;
-    Some(whole_rows(EncodedForm::Blocks { blocks, format }, taken, cols.start))
+    Some(whole_rows(
+        EncodedForm::Blocks { blocks, format },
+        taken,
+        cols.start,
+    ))
 }
 
 fn encoded_integers<'a>(
@@ -277,8 +285,16 @@ fn encoded_fp8<'a>(
     let scale_cols = scale_cols.max(1);
     let unit = if scale_cols == 1 { 1 } else { block_cols };
     let taken = cols.start / unit * unit..cols.end;
-    let scale_start = if scale_cols == 1 { 0 } else { taken.start / block_cols };
-    let scale_end = if scale_cols == 1 { 1 } else { taken.end.div_ceil(block_cols) };
+    let scale_start = if scale_cols == 1 {
+        0
+    } else {
+        taken.start / block_cols
+    };
+    let scale_end = if scale_cols == 1 {
+        1
+    } else {
+        taken.end.div_ceil(block_cols)
+    };
     let end = rows.first + rows.count.saturating_sub(1) * rows.step + usize::from(rows.count > 0);
     // Rows of codes, rows of scales, and where the part is in them.
     let (code_rows, scale_rows, first_row, step) = if scales.len() == scale_cols {

@@ -28,7 +28,10 @@ pub(crate) struct Stack {
 /// A folder that test binaries of all kinds share: `tmp` of the target folder, two above the one of this binary.
 fn scratch() -> PathBuf {
     let binary = std::env::current_exe().expect("this binary");
-    let target = binary.ancestors().nth(3).expect("a binary is in target/PROFILE/deps");
+    let target = binary
+        .ancestors()
+        .nth(3)
+        .expect("a binary is in target/PROFILE/deps");
     let folder = target.join("tmp");
     std::fs::create_dir_all(&folder).expect("a folder");
     folder

@@ -175,8 +175,7 @@ impl DeviceForm<'_> {
                     && dense(scales.cols, scales.row_stride)
             }
             Self::Blocks { blocks, format } => {
-                (blocks.cols as usize).is_multiple_of(format.bytes())
-                    && dense(blocks.cols, blocks.row_stride)
+                (blocks.cols as usize).is_multiple_of(format.bytes()) && dense(blocks.cols, blocks.row_stride)
             }
         };
         assert!(fits, "shapes of a packed matrix of {rows} x {cols}: {self:?}");
@@ -410,9 +409,7 @@ impl Kernels {
             DeviceForm::Packed { words, .. } => (words.row_stride, ["unpack_packed", "unpack_packed_bf16"]),
             DeviceForm::Fp8 { codes, .. } => (codes.row_stride, ["unpack_fp8", "unpack_fp8_bf16"]),
             DeviceForm::Mxfp4 { .. } => (u64::from(all_cols), ["unpack_mxfp4", "unpack_mxfp4_bf16"]),
-            DeviceForm::Blocks { blocks, .. } => {
-                (blocks.row_stride, ["unpack_blocks", "unpack_blocks_bf16"])
-            }
+            DeviceForm::Blocks { blocks, .. } => (blocks.row_stride, ["unpack_blocks", "unpack_blocks_bf16"]),
         };
         let block = match form {
             DeviceForm::Blocks { format, .. } => {
