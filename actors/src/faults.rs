@@ -39,6 +39,8 @@ pub enum Point {
     Load,
     /// Told to link up with its peers, not linked yet.
     Form,
+    /// Draft: meets its peers over NCCL, and has not met them all.
+    Meet,
     /// Linked up, and said so.
     Formed,
     /// A link to another rank is about to be made.
@@ -47,7 +49,7 @@ pub enum Point {
     Begin,
     /// Draft: its gradient is made, nothing of it is sent.
     Computed,
-    /// Draft: a segment of a peer was taken into the sum.
+    /// Draft: a segment of a peer was taken into the sum; over NCCL, all of its own lanes were.
     Reducing,
     /// Draft: the sum is made, its vote is not sent.
     Staged,
@@ -348,7 +350,7 @@ macro_rules! names {
 }
 
 names!(Point, "point", {
-    Load: "load", Form: "form", Formed: "formed", Link: "link", Begin: "begin", Computed: "computed",
+    Load: "load", Form: "form", Meet: "meet", Formed: "formed", Link: "link", Begin: "begin", Computed: "computed",
     Reducing: "reducing", Staged: "staged", Voted: "voted", Commit: "commit", Applied: "applied",
     Donating: "donating", Adopting: "adopting", Save: "save", Saving: "saving", Extract: "extract",
     Pass: "pass", Share: "share", Transfer: "transfer", Sent: "sent", Journaled: "journaled",
@@ -379,7 +381,13 @@ impl Point {
     fn has_step(self) -> bool {
         !matches!(
             self,
-            Self::Load | Self::Form | Self::Formed | Self::Link | Self::Donating | Self::Adopting
+            Self::Load
+                | Self::Form
+                | Self::Meet
+                | Self::Formed
+                | Self::Link
+                | Self::Donating
+                | Self::Adopting
         )
     }
 

@@ -4,6 +4,7 @@ pub mod config;
 pub mod coordinator;
 pub mod engine;
 pub mod faults;
+pub mod gpus;
 pub mod journal;
 pub mod monitor;
 pub mod preflight;

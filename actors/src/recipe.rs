@@ -1,6 +1,7 @@
 //! From `cluster.toml` and the verifier's files to everything that decides a run's weights.
 
 use eaglet_runtime::checkpoint::ExportInfo;
+use eaglet_runtime::collective::SumMode;
 use eaglet_runtime::contract::Contract;
 use eaglet_runtime::device::Products;
 use eaglet_runtime::digest::Digest;
@@ -11,7 +12,7 @@ use eaglet_runtime::verifier::{VerifierConfig, VerifierError, VerifierFiles};
 
 use serde_json::Value;
 
-use crate::config::{ClusterConfig, RankConfig, RestartsConfig, SamplesConfig, Schedule};
+use crate::config::{ClusterConfig, Collective, RankConfig, RestartsConfig, SamplesConfig, Schedule};
 use crate::engine::{Fall, LearningRate, RestartPolicy, Settings};
 
 /// Rows are extracted for at least so many steps, counting the one that is trained.
@@ -20,6 +21,9 @@ const PREFETCH_STEPS: u64 = 3;
 const ATTACH_TIMEOUT_MS: u64 = 30_000;
 /// Linking up takes milliseconds.
 const FORM_TIMEOUT_MS: u64 = 30_000;
+
+/// NCCL looks at the machine and loads its kernels, which has been seen to take most of a minute.
+pub(crate) const MEETING_TIMEOUT_MS: u64 = 120_000;
 
 /// Why a run cannot be made of a configuration.
 #[derive(Debug, thiserror::Error)]
@@ -214,6 +218,14 @@ fn decisive(config: &ClusterConfig) -> Result<Value, serde_json::Error> {
     // What only measures decides nothing.
     let mut training = config.training.clone();
     (training.evaluate_every_steps, training.max_new_tokens) = (0, 0);
+    let mut training = serde_json::to_value(training)?;
+    if let Some(training) = training.as_object_mut() {
+        // Gradients have the same bits whichever way they take. Exact sums go without saying, as they always have.
+        training.shift_remove("collective");
+        if config.training.sums == SumMode::Exact {
+            training.shift_remove("sums");
+        }
+    }
     let mut samples = config.samples.clone();
     samples.held_out_rows = 0;
     // How samples arrive decides nothing: which ones have come, and in which order, stands in the journal.
@@ -237,7 +249,7 @@ fn decisive(config: &ClusterConfig) -> Result<Value, serde_json::Error> {
         "run": { "seed": config.run.seed },
         "verifier": verifier,
         "draft": draft,
-        "training": serde_json::to_value(training)?,
+        "training": training,
         "samples": serde_json::to_value(samples)?,
     }))
 }
@@ -281,6 +293,7 @@ pub fn settings(config: &ClusterConfig, contract: Contract) -> Settings {
         open: config.samples.is_open(),
         contract,
         recipe: digest(config),
+        sums: config.training.sums,
         tokens_per_row: config.training.tokens_per_row as u32,
         passes: config.training.passes,
         step_limit: config.training.steps,
@@ -296,7 +309,10 @@ pub fn settings(config: &ClusterConfig, contract: Contract) -> Settings {
         load_timeout_ms: supervision.load_timeout_s * 1000,
         step_timeout_ms: supervision.step_timeout_s * 1000,
         leave_timeout_ms: supervision.drain_timeout_s * 1000,
-        form_timeout_ms: FORM_TIMEOUT_MS,
+        form_timeout_ms: match config.training.collective {
+            Collective::Links => FORM_TIMEOUT_MS,
+            Collective::Nccl => FORM_TIMEOUT_MS + MEETING_TIMEOUT_MS,
+        },
         verifier_restarts: restarts(&config.verifier_restarts),
         draft_restarts: restarts(&config.draft_restarts),
     }

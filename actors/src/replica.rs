@@ -10,9 +10,10 @@ use bytes::Bytes;
 use eaglet_runtime::checkpoint::{
     self, CheckpointError, CheckpointFolder, DraftConfig, StateView, TrainingState,
 };
+use eaglet_runtime::collective::{BucketError, BucketPlan};
 use eaglet_runtime::contract::Contract;
 use eaglet_runtime::control::{Acceptance, LaneMetrics, StepMetrics};
-use eaglet_runtime::device::{Buffer, Cpu, Device, checksum};
+use eaglet_runtime::device::{Buffer, Device, Floats, FloatsMut, Matrix, checksum};
 use eaglet_runtime::digest::{Digest, Digester};
 use eaglet_runtime::draft::{Draft, DraftBatch, DraftError, FrozenWeights, init_parameters};
 use eaglet_runtime::ids::Step;
@@ -66,9 +67,6 @@ pub enum ReplicaError {
     /// The optimizer.
     #[error(transparent)]
     Optimizer(#[from] LengthError),
-    /// The device.
-    #[error(transparent)]
-    Threads(#[from] eaglet_runtime::device::ThreadsError),
     /// What a peer sent is not a state of this draft.
     #[error("the state that a peer sent {what}; both must run the same cluster.toml")]
     ForeignState {
@@ -77,16 +75,17 @@ pub enum ReplicaError {
     },
 }
 
-/// A replica of the draft.
-pub struct Replica {
-    draft: Draft<Cpu>,
-    device: Arc<Cpu>,
+/// A replica of the draft on a device.
+pub struct Replica<D> {
+    draft: Draft<D>,
+    device: Arc<D>,
     frozen: FrozenWeights,
     optimizer: AdamW,
     parameters: Buffer,
-    /// Where the device computes a gradient, if not in the host's memory.
-    device_gradient: Buffer,
-    gradient: Vec<f32>,
+    /// The gradient of the last row, then the mean of the step.
+    gradient: Buffer,
+    /// Where gradients are on the host, while nobody has them.
+    host_gradient: Vec<f32>,
     step: Step,
     digest: Digest,
     vocabulary: DraftVocabulary,
@@ -95,7 +94,7 @@ pub struct Replica {
     tokens_per_row: usize,
 }
 
-impl Replica {
+impl<D: Device> Replica<D> {
     /// A replica without a meaningful state: one must be given to it next.
     ///
     /// # Errors
@@ -104,7 +103,7 @@ impl Replica {
         config: &ClusterConfig,
         vocabulary: &[u32],
         contract: &Contract,
-        threads: usize,
+        device: D,
     ) -> Result<Self, ReplicaError> {
         let parts = FrozenParts::load(&config.verifier.path, vocabulary)?;
         let spec = recipe::draft_spec(config, &parts.config, contract.aux_layers.len())?;
@@ -124,7 +123,7 @@ impl Replica {
                 return Err(ReplicaError::NotFinite { path, tensor });
             }
         }
-        let device = Arc::new(Cpu::with_products(threads, config.draft.products)?);
+        let device = Arc::new(device);
         let head: Arc<[f32]> = parts.head_rows.into();
         let frozen = FrozenWeights {
             embed: parts.embedding.into(),
@@ -145,8 +144,8 @@ impl Replica {
             frozen,
             optimizer: AdamW::new(recipe::adamw(config), &*device, length),
             parameters: device.place(vec![0.0; length].into(), PARAMETERS),
-            device_gradient: Buffer::default(),
-            gradient: vec![0.0; length],
+            gradient: Buffer::default(),
+            host_gradient: Vec::new(),
             device,
             step: Step::default(),
             digest: Digest::default(),
@@ -155,6 +154,16 @@ impl Replica {
             export,
             tokens_per_row: config.training.tokens_per_row,
         })
+    }
+
+    /// The buckets that its gradient is summed in over NCCL.
+    ///
+    /// # Errors
+    /// If its layout contradicts itself.
+    pub fn buckets(&self) -> Result<BucketPlan, BucketError> {
+        let (layout, elements) = (self.draft.layout(), self.parameters.len());
+        let bucket_elements = BucketPlan::bucket_elements_for(elements);
+        BucketPlan::new(elements, &layout.final_order(), bucket_elements)
     }
 
     /// Takes the initial weights, a function of the seed.
@@ -263,47 +272,48 @@ impl Replica {
         }
     }
 
-    /// A vector for a gradient, of any contents; [`Self::apply`] takes it back for the next step.
+    /// Makes room on the host for gradients that leave it: a vector of any contents; [`Self::stage`] takes it back.
     pub fn take_gradient(&mut self) -> Vec<f32> {
-        let mut gradient = std::mem::take(&mut self.gradient);
+        let mut gradient = std::mem::take(&mut self.host_gradient);
         gradient.resize(self.parameters.len(), 0.0);
         gradient
     }
 
-    /// Writes the gradient of a row into a vector from [`Self::take_gradient`]; what was measured on the way. `on_final` as in
-    /// [`Draft::gradient_with`].
+    /// Computes the gradient of a row; what was measured on the way. `on_final` as in [`Draft::gradient_with`], with the
+    /// gradient where `home` says: on the host in that vector from [`Self::take_gradient`], or where the device computes.
     ///
     /// # Errors
     /// If the row does not fit the draft.
     pub fn gradient(
         &mut self,
         row: &HiddenRow,
-        gradient: &mut [f32],
-        mut on_final: impl FnMut(Range<usize>, &[f32]) + Send,
+        home: Option<&mut [f32]>,
+        mut on_final: impl FnMut(Range<usize>, Floats<'_>) + Send,
     ) -> Result<LaneMetrics, ReplicaError> {
         let begun = Instant::now();
         let batch = DraftBatch::from_row(row)?;
-        let (device, parameters) = (&*self.device, &self.parameters);
-        let metrics = if device.is_host() {
-            self.draft
-                .gradient_with(parameters, &batch, gradient, |part, floats| {
-                    if let Some(gradient) = floats.as_host() {
-                        on_final(part, gradient);
-                    }
-                })?
-        } else {
-            device.fit(&mut self.device_gradient, GRADIENT, gradient.len());
-            let on_device = &mut self.device_gradient;
-            self.draft
-                .gradient_with(parameters, &batch, on_device, |part, floats| {
-                    let home = &mut gradient[part.clone()];
-                    device.assign(home.into(), floats.part(part.clone()));
-                    on_final(part, gradient);
-                })?
-        };
+        let (device, draft, parameters) = (&*self.device, &mut self.draft, &self.parameters);
+        let metrics =
+            match home {
+                Some(home) if device.is_host() => draft.gradient_with(parameters, &batch, home, on_final)?,
+                home => {
+                    device.fit(&mut self.gradient, GRADIENT, parameters.len());
+                    let mut home = home;
+                    draft.gradient_with(parameters, &batch, &mut self.gradient, |part, floats| {
+                        match &mut home {
+                            Some(home) => {
+                                let stretch = FloatsMut::from(&mut home[part.clone()]);
+                                device.assign(stretch, floats.part(part.clone()));
+                                on_final(part, Floats::from(&**home));
+                            }
+                            None => on_final(part, floats),
+                        }
+                    })?
+                }
+            };
         Ok(LaneMetrics {
             lane: 0,
-            finite: true,
+            finite: metrics.loss.is_finite(),
             loss: metrics.loss,
             ttt: metrics
                 .steps
@@ -322,19 +332,68 @@ impl Replica {
         })
     }
 
-    /// Applies a reduced gradient: clips it to the global norm, then AdamW. The step is over.
+    /// Whether a gradient has no infinite element and none that is no number: one on the host, or where the last one was
+    /// computed.
+    pub fn is_finite(&self, home: Option<&[f32]>) -> bool {
+        let gradient = home.map_or_else(|| self.gradient.floats(), Floats::from);
+        let len = gradient.len();
+        self.device
+            .first_beyond(Matrix::new(gradient, 1, len), f32::MAX)
+            .is_none()
+    }
+
+    /// Damages the last gradient, for tests.
+    pub fn damage(&mut self, home: Option<&mut [f32]>) {
+        let gradient = home.map_or_else(|| self.gradient.floats_mut(), FloatsMut::from);
+        if !gradient.is_empty() {
+            self.device.fill(gradient.into_part(0..1), f32::NAN);
+        }
+    }
+
+    /// Where a mean gradient is written by who forms it on the device; [`Self::stage`] takes it from there.
+    pub fn gradient_room(&mut self) -> FloatsMut<'_> {
+        self.device
+            .fit(&mut self.gradient, GRADIENT, self.parameters.len());
+        self.gradient.floats_mut()
+    }
+
+    /// Takes the mean gradient of a step: a vector from [`Self::take_gradient`], or what lies in [`Self::gradient_room`]. Its
+    /// digest, and whether it is finite.
+    pub fn stage(&mut self, mean: Option<Vec<f32>>) -> (Digest, bool) {
+        match mean {
+            Some(mean) if self.device.is_host() => self.gradient = mean.into(),
+            Some(mean) => {
+                let device = Arc::clone(&self.device);
+                device.assign(self.gradient_room(), Floats::from(&mean));
+                self.host_gradient = mean;
+            }
+            None => {}
+        }
+        (
+            self.device.checksum(self.gradient.floats()).into(),
+            self.is_finite(None),
+        )
+    }
+
+    /// Applies the gradient that was staged: clips it to the global norm, then AdamW. The step is over.
     ///
     /// # Errors
-    /// If the gradient has another length; nothing is changed then.
-    pub fn apply(&mut self, gradient: Vec<f32>, learning_rate: f64) -> Result<(), ReplicaError> {
+    /// If there is none of the right length; nothing is changed then.
+    pub fn apply(&mut self, learning_rate: f64) -> Result<(), ReplicaError> {
         let device = &*self.device;
-        let gradient_there = device.lend(&gradient, &mut self.device_gradient, GRADIENT);
         self.optimizer
-            .update(device, &mut self.parameters, gradient_there, learning_rate)?;
-        self.gradient = gradient;
+            .update(device, &mut self.parameters, &self.gradient, learning_rate)?;
+        if device.is_host() {
+            self.host_gradient = std::mem::take(&mut self.gradient).into_vec();
+        }
         self.step = self.step.next();
         self.digest = self.compute_digest();
         Ok(())
+    }
+
+    /// What it computes on.
+    pub fn device(&self) -> &Arc<D> {
+        &self.device
     }
 
     /// Acceptance on a row of held-out answers that the verifier wrote itself.
@@ -404,6 +463,11 @@ impl Replica {
             tracing::warn!(%error, "an old checkpoint cannot be removed");
         }
         Ok(folder)
+    }
+
+    /// Length of parameters and gradients.
+    pub fn elements(&self) -> usize {
+        self.parameters.len()
     }
 
     /// The step that the state has reached.

@@ -4,8 +4,9 @@ use std::io::Write;
 
 use anyhow::Result;
 use eaglet_actors::preflight::{
-    self, Cargo, CheckOptions, DiskPlan, HostMemory, LinkPlan, Machine, Per, RankPlan, Report, SampleBudget,
-    SampleSurvey, SideSpeed, SpeedSource, SupplyPlan, Use, VocabularySurvey, Waiting, prefixed, size,
+    self, Cargo, CheckOptions, DiskPlan, GpuPlan, HostMemory, LinkPlan, Machine, Per, RankPlan, Report,
+    SampleBudget, SampleSurvey, SideSpeed, SpeedSource, SupplyPlan, Use, VocabularySurvey, Waiting, prefixed,
+    size,
 };
 use eaglet_runtime::hub::Need;
 use eaglet_runtime::ids::Role;
@@ -75,6 +76,18 @@ fn write(report: &Report, strict: bool, out: &mut dyn Write) -> Result<()> {
         for host in &report.hosts {
             writeln!(out, "{}", memory(host))?;
         }
+    }
+    if !report.gpus.is_empty() {
+        writeln!(out)?;
+        gpus(&report.gpus, out)?;
+    }
+    if let Some(nccl) = &report.nccl {
+        writeln!(
+            out,
+            "gradients are summed over NCCL {}, {}",
+            nccl.version,
+            nccl.path.display()
+        )?;
     }
     if !report.links.is_empty() {
         writeln!(out)?;
@@ -253,6 +266,38 @@ fn memory(host: &HostMemory) -> String {
         size(host.available_bytes),
         size(host.memory_bytes)
     )
+}
+
+fn gpus(gpus: &[GpuPlan], out: &mut dyn Write) -> Result<()> {
+    let mut table = Table::new(["GPU", "name", "memory", "free", "needed", "NUMA node", "ranks"])
+        .align_right(&[2, 3, 4, 5]);
+    let unknown = |bytes: Option<u64>| bytes.map_or("unknown".to_owned(), size);
+    for gpu in gpus {
+        let ranks: Vec<String> = gpu
+            .ranks
+            .iter()
+            .map(|rank| format!("{} {}", rank.seat, size(rank.bytes)))
+            .collect();
+        table.push([
+            gpu.device.clone(),
+            gpu.name.clone(),
+            unknown(gpu.memory_bytes),
+            unknown(gpu.free_bytes),
+            size(gpu.needed_bytes),
+            gpu.numa_node.map_or("-".to_owned(), |node| node.to_string()),
+            ranks.join(", "),
+        ]);
+    }
+    table.write(out)?;
+    for gpu in gpus.iter().filter(|gpu| !gpu.unread_peers.is_empty()) {
+        writeln!(
+            out,
+            "note: {} cannot read the memory of {}: what goes between them passes through the host",
+            gpu.device,
+            gpu.unread_peers.join(", ")
+        )?;
+    }
+    Ok(())
 }
 
 fn links(links: &[LinkPlan], out: &mut dyn Write) -> Result<()> {

@@ -7,13 +7,15 @@
 // around an allocation ends the process when the allocation is freed.
 //
 // The environment decides what machine it plays:
-//   EAGLET_STANDIN_DEVICES     number of devices (1)
+//   EAGLET_STANDIN_DEVICES     number of devices (1); CUDA_VISIBLE_DEVICES hides some, by number or uuid
 //   EAGLET_STANDIN_MEMORY      bytes of each (8 GiB)
 //   EAGLET_STANDIN_CAPABILITY  compute capability (9.0)
 //   EAGLET_STANDIN_REVERSE     threads and blocks run from the last to the first
+//   EAGLET_STANDIN_ISLANDS     devices cannot read each other's memory
 //   EAGLET_STANDIN_FAULT       what goes wrong, by number from 1, separated by commas: alloc:N (that allocation finds no
 //                              room), launch:N (that kernel fails), hang:N (that kernel never ends), die:N (the process
-//                              is killed in that kernel)
+//                              is killed in that kernel); with @D only on the machine's device D
+//   EAGLET_STANDIN_ONCE        a file that the first fault makes: no fault strikes where it is, in any process
 
 #include <condition_variable>
 #include <cstdint>
@@ -22,12 +24,14 @@
 #include <cstring>
 #include <dlfcn.h>
 #include <elf.h>
+#include <fcntl.h>
 #include <map>
 #include <mutex>
 #include <string>
 #include <sys/mman.h>
 #include <csignal>
 #include <unistd.h>
+#include <vector>
 
 namespace {
 
@@ -62,7 +66,7 @@ struct Function {
     int shared_limit = 48 * 1024;
 };
 struct Device {
-    int ordinal;
+    int machine_number; // whatever this process may see
     size_t used = 0;
     int retained = 0;
 };
@@ -100,13 +104,73 @@ long setting(const char* name, long otherwise) {
     return text && *text ? atol(text) : otherwise;
 }
 
+// What tells the machine's device `number` from all others.
+void uuid_of(int number, unsigned char* bytes) {
+    memcpy(bytes, "stand-in GPU   ", 15);
+    bytes[15] = static_cast<unsigned char>(number);
+}
+
+std::string uuid_text(int number) {
+    unsigned char bytes[16];
+    uuid_of(number, bytes);
+    std::string text = "GPU";
+    for (int i = 0; i < 16; ++i) {
+        char digits[4];
+        snprintf(digits, sizeof(digits), "%02x", bytes[i]);
+        text += (i == 0 || i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "") + std::string(digits);
+    }
+    return text;
+}
+
+// The machine's numbers of the devices that this process may see. As with the real driver, what it does not know in
+// CUDA_VISIBLE_DEVICES hides all that follows.
+std::vector<int> visible() {
+    const long setting_count = setting("EAGLET_STANDIN_DEVICES", 1);
+    const int count = int(setting_count < 0 ? 0 : setting_count > 64 ? 64 : setting_count);
+    std::vector<int> seen;
+    const char* text = getenv("CUDA_VISIBLE_DEVICES");
+    if (!text) {
+        for (int i = 0; i < count; ++i) {
+            seen.push_back(i);
+        }
+        return seen;
+    }
+    for (std::string names = text; !names.empty();) {
+        const std::string name = names.substr(0, names.find(','));
+        names = names.size() > name.size() ? names.substr(name.size() + 1) : "";
+        int found = -1;
+        for (int i = 0; i < count; ++i) {
+            if (name == std::to_string(i) || (name.rfind("GPU-", 0) == 0 && uuid_text(i).rfind(name, 0) == 0)) {
+                found = i;
+            }
+        }
+        if (found < 0) {
+            break;
+        }
+        seen.push_back(found);
+    }
+    return seen;
+}
+
 int device_count() {
-    const long count = setting("EAGLET_STANDIN_DEVICES", 1);
-    return int(count < 0 ? 0 : count > 64 ? 64 : count);
+    return int(visible().size());
 }
 
 size_t device_memory() {
     return size_t(setting("EAGLET_STANDIN_MEMORY", 8L << 30));
+}
+
+// Whether faults may strike: once in all processes that name the same file.
+bool is_first() {
+    const char* once = getenv("EAGLET_STANDIN_ONCE");
+    if (!once || !*once) {
+        return true;
+    }
+    const int file = open(once, O_CREAT | O_EXCL | O_WRONLY, 0644);
+    if (file >= 0) {
+        close(file);
+    }
+    return file >= 0;
 }
 
 // Whether the fault `kind` is to strike at this number.
@@ -116,8 +180,11 @@ bool strikes(const char* kind, long number) {
         const std::string fault = faults.substr(0, faults.find(','));
         faults = faults.size() > fault.size() ? faults.substr(fault.size() + 1) : "";
         const size_t colon = fault.find(':');
-        if (colon != std::string::npos && fault.substr(0, colon) == kind && atol(fault.c_str() + colon + 1) == number) {
-            return true;
+        const size_t at = fault.find('@');
+        const bool here = at == std::string::npos || (current && atol(fault.c_str() + at + 1) == current->machine_number);
+        if (colon != std::string::npos && fault.substr(0, colon) == kind && here &&
+            atol(fault.c_str() + colon + 1) == number) {
+            return is_first();
         }
     }
     return false;
@@ -171,8 +238,9 @@ void wait_for(Stream* stream, uint64_t begun, std::unique_lock<std::mutex>& guar
 
 API cuInit(unsigned) {
     GUARD;
-    for (int i = 0; i < 64; ++i) {
-        devices[i].ordinal = i;
+    const std::vector<int> seen = visible();
+    for (size_t i = 0; i < seen.size(); ++i) {
+        devices[i].machine_number = seen[i];
     }
     initialised = true;
     return device_count() == 0 ? NO_DEVICE : SUCCESS;
@@ -217,7 +285,12 @@ API cuDeviceGet(int* device, int ordinal) {
 }
 
 API cuDeviceGetName(char* name, int bytes, int device) {
-    snprintf(name, size_t(bytes), "stand-in GPU %d", device);
+    snprintf(name, size_t(bytes), "stand-in GPU %d", devices[device].machine_number);
+    return SUCCESS;
+}
+
+API cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
+    uuid_of(devices[device].machine_number, uuid);
     return SUCCESS;
 }
 
@@ -234,7 +307,7 @@ API cuDeviceGetAttribute(int* value, int attribute, int device) {
     }
     switch (attribute) {
     case 16: *value = 4; break;                    // multiprocessors
-    case 33: *value = device + 1; break;           // PCI bus
+    case 33: *value = devices[device].machine_number + 1; break; // PCI bus
     case 34: *value = 0; break;                    // PCI device
     case 50: *value = 0; break;                    // PCI domain
     case 75: *value = major; break;
@@ -247,7 +320,7 @@ API cuDeviceGetAttribute(int* value, int attribute, int device) {
 }
 
 API cuDeviceCanAccessPeer(int* can, int device, int peer) {
-    *can = device != peer;
+    *can = device != peer && !getenv("EAGLET_STANDIN_ISLANDS");
     return SUCCESS;
 }
 

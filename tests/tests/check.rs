@@ -74,6 +74,7 @@ fn the_report_is_one_json_document_with_stable_keys() {
             "layers",
             "ranks",
             "hosts",
+            "gpus",
             "disk",
             "links",
             "samples",
@@ -160,7 +161,7 @@ role = "verifier"
 
 [[ranks]]
 role = "draft"
-device = "cuda:0"
+device = "gpu:0"
 "#,
     )
     .expect("writable");
@@ -183,7 +184,7 @@ fn many_lies_at_once_are_all_named_with_their_lines() {
             "draft.kv_headz is no key; did you mean draft.kv_heads?",
         ][..],
         &["config: ", "cluster.toml:18: ", "there is no file", "none.jsonl"],
-        &["config: ", "cluster.toml:25: ", "cuda:0", "use \"cpu\""],
+        &["config: ", "cluster.toml:25: ", "gpu:0", "use \"cpu\""],
         &[
             "run-directory: ",
             "cluster.toml:3: ",
@@ -247,7 +248,7 @@ fn many_lies_at_once_are_all_named_with_their_lines() {
     for word in [
         "kv_headz",
         "none.jsonl",
-        "cuda:0",
+        "gpu:0",
         "cannot be written",
         "gate_proj",
         "4096 exceeds",

@@ -71,6 +71,22 @@ fn a_crash_before_any_command_changes_nothing_about_a_quiet_run() {
 }
 
 #[test]
+fn a_crash_before_any_command_changes_nothing_about_a_run_over_nccl() {
+    let crashes = crash_everywhere(1, &Plan::small_over_nccl(), same_weights);
+    assert!(crashes > 200, "only {crashes} crashes");
+}
+
+/// The same weights, whichever way gradients take.
+#[test]
+fn sums_over_nccl_and_over_links_give_the_same_weights() {
+    let weights = |plan| {
+        let report = World::of(1, plan).run();
+        report.unwrap_or_else(|violation| panic!("{violation}")).weights
+    };
+    assert_eq!(weights(Plan::small_over_nccl()), weights(Plan::small()));
+}
+
+#[test]
 fn a_crash_before_any_command_changes_nothing_about_a_run_with_faults() {
     let mut plan = Plan::small();
     plan.faults.lose_one_in = 40;

@@ -2,13 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
+use eaglet_runtime::collective::SumMode;
 use eaglet_runtime::hub::HubModel;
 use eaglet_runtime::ids::Role;
 use eaglet_runtime::model_files::{self, ModelFiles};
 
 use super::ClusterConfig;
 use super::layers::Layers;
-use super::sections::{RankConfig, Schedule, VerifierConfig};
+use super::sections::{Collective, RankConfig, Schedule, VerifierConfig};
 
 /// Keys that have no default.
 const REQUIRED: [(&str, &str); 2] = [
@@ -195,6 +196,7 @@ fn training(config: &ClusterConfig, checker: &mut Checker<'_>) {
                 .to_owned()
         },
     );
+    collective(config, checker);
     let (warmup, decay) = (training.warmup_ratio, training.decay_ratio);
     checker.rule(warmup + decay <= 1.0, &["training.decay_ratio", "training.warmup_ratio"], || {
         format!("training.warmup_ratio = {warmup} and training.decay_ratio = {decay} must not exceed 1 together")
@@ -207,6 +209,36 @@ fn training(config: &ClusterConfig, checker: &mut Checker<'_>) {
                 "samples.min_trained_tokens = {} must be less than training.tokens_per_row = {}",
                 config.samples.min_trained_tokens, training.tokens_per_row
             )
+        },
+    );
+}
+
+fn collective(config: &ClusterConfig, checker: &mut Checker<'_>) {
+    let is_nccl = config.training.collective == Collective::Nccl;
+    let on_host = config
+        .ranks
+        .iter()
+        .find(|rank| rank.role == Role::Draft && !rank.device.starts_with("cuda:"));
+    checker.rule(
+        !is_nccl || on_host.is_none(),
+        &["training.collective", "ranks"],
+        || {
+            let (seat, device) = on_host.map_or_else(Default::default, |rank| {
+                (rank.seat().to_string(), rank.device.clone())
+            });
+            format!(
+                "training.collective = \"nccl\" is for draft ranks on GPUs, and {seat} is on \"{device}\"; give each draft \
+                 rank a device = \"cuda:0\", \"cuda:1\", …, or take \"links\""
+            )
+        },
+    );
+    checker.rule(
+        is_nccl || config.training.sums == SumMode::Exact,
+        &["training.sums", "training.collective"],
+        || {
+            "training.sums = \"fast\" is for training.collective = \"nccl\": sums over links are exact, and nothing would \
+             make them faster; take \"exact\""
+                .to_owned()
         },
     );
 }
@@ -372,6 +404,9 @@ fn ranks(config: &ClusterConfig, checker: &mut Checker<'_>) {
             )
         },
     );
+    for role in [Role::Verifier, Role::Draft] {
+        one_kind_of_device(config, role, checker);
+    }
     for (role, remedy) in [
         (Role::Verifier, "nothing would extract hidden states"),
         (Role::Draft, "nothing would be trained"),
@@ -384,21 +419,39 @@ fn ranks(config: &ClusterConfig, checker: &mut Checker<'_>) {
     }
 }
 
+/// Rounding differs between CPUs and GPUs: replicas would drift apart, and weights would depend on who computed what.
+fn one_kind_of_device(config: &ClusterConfig, role: Role, checker: &mut Checker<'_>) {
+    let of_role = || (0..).zip(&config.ranks).filter(|(_, rank)| rank.role == role);
+    let computes = |(_, rank): &(usize, &RankConfig)| rank.device == "cpu" || rank.gpu().is_some();
+    let Some((_, first)) = of_role().find(computes) else {
+        return;
+    };
+    let other = of_role()
+        .filter(computes)
+        .find(|(_, rank)| rank.gpu().is_some() != first.gpu().is_some());
+    if let Some((index, other)) = other {
+        let path = format!("ranks[{index}].device");
+        checker.rule(false, &[&path], || {
+            format!(
+                "{path} = \"{}\" beside {} on \"{}\": CPUs and GPUs round differently, so all {role} ranks must be on \
+                 one kind; use \"cpu\" for all of them, or \"cuda:N\"",
+                other.device,
+                first.seat(),
+                first.device
+            )
+        });
+    }
+}
+
 fn place_of_work(rank: &RankConfig, index: usize, checker: &mut Checker<'_>) {
     let path = |name: &str| format!("ranks[{index}].{name}");
-    checker.rule(rank.device == "cpu", &[&path("device")], || {
-        let device = &rank.device;
-        let is_cuda = device
-            .strip_prefix("cuda:")
-            .is_some_and(|number| number.parse::<u16>().is_ok());
-        if is_cuda {
-            format!(
-                "{} = \"{device}\": ranks do not work on GPUs yet, though `eaglet devices` finds them; use \"cpu\"",
-                path("device")
-            )
-        } else {
-            format!("{} = \"{device}\" is no device; use \"cpu\"", path("device"))
-        }
+    let is_device = rank.device == "cpu" || rank.gpu().is_some();
+    checker.rule(is_device, &[&path("device")], || {
+        format!(
+            "{} = \"{}\" is no device; use \"cpu\", or \"cuda:N\" for the N-th GPU that `eaglet devices` lists, from 0",
+            path("device"),
+            rank.device
+        )
     });
     checker.rule(rank.host == "local", &[&path("host")], || {
         format!(

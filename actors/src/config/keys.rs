@@ -86,6 +86,8 @@ pub(crate) const KEYS: &[Key] = &[
     key("training.steps", Kind::Integer(1, i64::MAX)),
     key("training.tokens_per_row", Kind::Integer(8, 1 << 20)),
     key("training.rows_per_step", Kind::Integer(1, 4096)),
+    key("training.collective", Kind::Choice(&["links", "nccl"])),
+    key("training.sums", Kind::Choice(&["exact", "fast"])),
     key("training.learning_rate", Kind::FloatAbove(0.0, 1.0)),
     key("training.beta1", Kind::FloatBelow(0.0, 1.0)),
     key("training.beta2", Kind::FloatBelow(0.0, 1.0)),

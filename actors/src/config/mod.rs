@@ -25,8 +25,8 @@ use serde::{Deserialize, Serialize};
 use layers::{Layers, VARIABLE_PREFIX};
 pub use problem::{ConfigError, Place, Problem};
 pub use sections::{
-    CheckpointsConfig, DraftConfig, RankConfig, RestartsConfig, RunConfig, SamplesConfig, Schedule,
-    SupervisionConfig, TooLong, TrainingConfig, VerifierConfig,
+    CheckpointsConfig, Collective, DraftConfig, RankConfig, RestartsConfig, RunConfig, SamplesConfig,
+    Schedule, SupervisionConfig, TooLong, TrainingConfig, VerifierConfig,
 };
 pub use survey::Survey;
 
@@ -277,6 +277,21 @@ impl ClusterConfig {
     /// The rank that occupies a seat.
     pub fn rank(&self, seat: Seat) -> Option<&RankConfig> {
         self.ranks.iter().find(|rank| rank.seat() == seat)
+    }
+
+    /// The GPU that a rank computes on. One that only reads or writes hidden states computes nowhere.
+    pub fn gpu_of(&self, rank: &RankConfig) -> Option<u16> {
+        let computes = match rank.role {
+            Role::Verifier => self.samples.hidden_states.is_none(),
+            Role::Draft => self.run.extract_to.is_none(),
+        };
+        rank.gpu().filter(|_| computes)
+    }
+
+    /// Whether the ranks of a role compute on GPUs: all of them do, or none.
+    pub fn is_on_gpus(&self, role: Role) -> bool {
+        let mut of_role = self.ranks.iter().filter(|rank| rank.role == role);
+        of_role.any(|rank| self.gpu_of(rank).is_some())
     }
 
     /// CPU threads of a rank on a machine with `cores` cores, at least 1.

@@ -4,6 +4,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use eaglet_runtime::collective::SumMode;
 use eaglet_runtime::contract::HiddenDtype;
 use eaglet_runtime::device::Products;
 use eaglet_runtime::draft::LayerKind;
@@ -56,8 +57,8 @@ pub struct VerifierConfig {
     pub aux_layers: Option<Vec<u32>>,
     /// Element type of hidden states in transit: `bf16` or `f32`. Default `bf16`.
     pub hidden_dtype: HiddenDtype,
-    /// What operands of its products are rounded to: `f32`, nothing; or `bf16`, on machines with AMX, and else a warning and
-    /// nothing. Default `f32`.
+    /// What operands of its products are rounded to: `f32`, nothing; or `bf16`, on GPUs and machines with AMX, and else a
+    /// warning and nothing. Default `f32`.
     pub products: Products,
     /// Stages that its layers are cut into, one after the other, each on a rank of its own. The weights of the draft do not
     /// depend on it. Default 1.
@@ -184,6 +185,17 @@ pub enum Schedule {
     Constant,
 }
 
+/// Which way the gradients of draft ranks take to be summed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Collective {
+    /// The links between ranks, from host to host.
+    #[default]
+    Links,
+    /// NCCL, from GPU to GPU.
+    Nccl,
+}
+
 /// `[training]`: the objective and the optimizer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -201,6 +213,13 @@ pub struct TrainingConfig {
     /// Rows of each step: the batch is this many rows, however many draft ranks share them. It decides the weights; the
     /// number of draft ranks does not. Default: the number of draft ranks.
     pub rows_per_step: Option<u16>,
+    /// Which way gradients take from draft rank to draft rank: `links`, or `nccl`, if all of them are on GPUs. With exact sums
+    /// the weights do not depend on it, and a run may go on with the other one. Default `links`.
+    pub collective: Collective,
+    /// In which order the gradients of rows are added: `exact`, that of the rows, so that ranks may come, go and be replaced
+    /// and every bit is the same; or `fast`, for `nccl`, in whatever order is fastest, so that bits depend on who was there.
+    /// Default `exact`.
+    pub sums: SumMode,
     /// Peak learning rate of AdamW. Default 1e-3: a draft is one layer that starts from random weights and sees
     /// thousands of steps, not millions; recipes that use 1e-4 train it for ten epochs. Clipping and warm-up keep it
     /// stable; take 1e-4 to continue a trained draft.
@@ -236,6 +255,8 @@ impl Default for TrainingConfig {
             steps: None,
             tokens_per_row: 2048,
             rows_per_step: None,
+            collective: Collective::Links,
+            sums: SumMode::Exact,
             learning_rate: 1e-3,
             beta1: 0.9,
             beta2: 0.999,
@@ -432,13 +453,14 @@ pub struct RankConfig {
     /// slices, verifier seats 0 to P·T - 1 hold one verifier, in the order of the stages; the next P·T another one.
     #[serde(default)]
     pub seat: u16,
-    /// Where it computes; `cpu`. Default `cpu`.
+    /// Where it computes: `cpu`, or `cuda:N`, the N-th GPU that the launch sees, from 0. Default `cpu`.
     #[serde(default = "cpu")]
     pub device: String,
     /// Machine it runs on; `local`. Default `local`.
     #[serde(default = "local")]
     pub host: String,
-    /// CPU threads it computes with; 0 takes an even share of the machine's cores. Default 0.
+    /// CPU threads it computes with; 0 takes an even share of the machine's cores. Default 0. On a GPU they only help to
+    /// load.
     #[serde(default)]
     pub threads: usize,
 }
@@ -453,6 +475,13 @@ impl RankConfig {
             host: local(),
             threads: 0,
         }
+    }
+
+    /// The GPU that `device` names, if it names one.
+    pub fn gpu(&self) -> Option<u16> {
+        let number = self.device.strip_prefix("cuda:")?.parse().ok()?;
+        // One name for one GPU: not `cuda:01`.
+        (self.device == format!("cuda:{number}")).then_some(number)
     }
 
     /// The seat that the rank occupies.

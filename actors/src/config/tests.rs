@@ -1,5 +1,6 @@
 use std::fs;
 
+use eaglet_runtime::collective::SumMode;
 use eaglet_runtime::device::Products;
 use serde_json::Value as Json;
 use tempfile::TempDir;
@@ -90,6 +91,29 @@ fn the_smallest_file_loads_with_defaults_and_numbered_seats() {
     assert_eq!(config.rank(Seat::draft(2)), None);
     assert_eq!(config.threads(&config.ranks[0], 7), 2);
     assert_eq!(config.threads(&config.ranks[0], 1), 1);
+}
+
+#[test]
+fn sums_are_exact_over_links_unless_said_and_only_their_order_decides_the_weights() {
+    let plain = load(GOOD);
+    let said = |config: &ClusterConfig| (config.training.collective, config.training.sums);
+    assert_eq!(said(&plain), (Collective::Links, SumMode::Exact));
+    let (mut nccl, mut fast) = (plain.clone(), plain.clone());
+    nccl.training.collective = Collective::Nccl;
+    (fast.training.collective, fast.training.sums) = (Collective::Nccl, SumMode::Fast);
+    assert_eq!(recipe::digest(&nccl), recipe::digest(&plain), "the same bits");
+    assert_eq!(recipe::differing_keys(&nccl, &fast), ["training.sums"]);
+    assert_ne!(recipe::digest(&fast), recipe::digest(&plain));
+    let wrong = problems_with("[training]\ncollective = \"nccl\"\n");
+    assert!(
+        wrong[0].contains("draft-0 is on \"cpu\"; give each draft rank a device"),
+        "{wrong:?}"
+    );
+    let wrong = problems_with("[training]\nsums = \"fast\"\n");
+    assert!(
+        wrong[0].contains("training.sums = \"fast\" is for training.collective = \"nccl\""),
+        "{wrong:?}"
+    );
 }
 
 #[test]
@@ -391,10 +415,11 @@ fn ranks_are_checked() {
         ),
         [
             "cluster.toml:21: ranks[3].seat: draft-0 is the seat of ranks[2] already",
-            "cluster.toml:22: ranks[3].device = \"cuda:0\": ranks do not work on GPUs yet, though `eaglet devices` \
-             finds them; use \"cpu\"",
+            "cluster.toml:22: ranks[3].device = \"cuda:0\" beside draft-1 on \"cpu\": CPUs and GPUs round differently, so \
+             all draft ranks must be on one kind; use \"cpu\" for all of them, or \"cuda:N\"",
             "cluster.toml:25: ranks[4].seat = 7 leaves a gap; 4 draft ranks have seats 0 to 3",
-            "cluster.toml:26: ranks[4].device = \"gpu\" is no device; use \"cpu\"",
+            "cluster.toml:26: ranks[4].device = \"gpu\" is no device; use \"cpu\", or \"cuda:N\" for the N-th GPU that \
+             `eaglet devices` lists, from 0",
             "cluster.toml:27: ranks[4].host = \"other\" cannot be reached; ranks run on this machine, use \"local\"",
             "cluster.toml:28: ranks[4].shard is no key any more; remove it, and set verifier.pipeline and \
              verifier.tensor: which part a verifier rank holds follows from its seat",

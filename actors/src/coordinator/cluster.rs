@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use eaglet_runtime::control::{Acceptance, CoordinatorCommand, Extraction, RankEvent};
+use eaglet_runtime::control::{Acceptance, CoordinatorCommand, Extraction, OperatorReply, RankEvent};
 use eaglet_runtime::ids::{Generation, RowId, Seat, Step, Unit};
 use eaglet_runtime::row::{PackedRow, Sample};
 use eaglet_runtime::samples::{Location, SampleStore, StoreError};
@@ -117,6 +117,17 @@ impl Actor for Cluster {
                 }
             }
             ClusterMessage::Notice(notice) => state.tell_people(notice),
+            // An added rank computes on the CPU, and would round otherwise than its peers.
+            ClusterMessage::ChangeSeat(SeatChange::Add { role, .. }, reply)
+                if state.arguments.config.is_on_gpus(role) =>
+            {
+                let refused = format!(
+                    "the {role} ranks of this run compute on GPUs, and a rank that is added would not; stop the run, add \
+                     [[ranks]] with a device to cluster.toml and launch again"
+                );
+                // As above.
+                let _ = reply.send(OperatorReply::Refused(refused));
+            }
             ClusterMessage::ChangeSeat(change, reply) => {
                 let ticket = state.tickets.open(reply);
                 state.feed(&myself, Event::ChangeSeat { ticket, change }).await;

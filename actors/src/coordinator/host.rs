@@ -3,7 +3,10 @@
 //! HOST-1: a rank dies with its coordinator. The kernel sends its parent-death signal when the *thread* that started it
 //! ends, so each rank has a thread of its own that starts it, waits for it and ends after it.
 //! HOST-2: a process is signalled through its pidfd, so a recycled process number is never hit.
+//! HOST-3: a rank on a GPU sees that GPU only, and runs on the CPUs of its NUMA node, so that what it touches first lies
+//! there. The thread that starts it is bound, and a process begins as bound as the thread that starts it.
 
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::fd::OwnedFd;
@@ -15,6 +18,9 @@ use std::sync::mpsc;
 
 use eaglet_runtime::ids::{Generation, Seat};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+use crate::gpus::{Place, VISIBLE_VARIABLE};
 
 /// Environment variable that carries the launch's token to a rank; arguments can be read by every user.
 pub const TOKEN_VARIABLE: &str = "EAGLET_RANK_TOKEN";
@@ -42,6 +48,8 @@ pub(super) struct Host {
     pub run_directory: PathBuf,
     /// Format of the ranks' log files.
     pub log_format: String,
+    /// How ranks on GPUs are started.
+    pub places: Arc<BTreeMap<Seat, Place>>,
 }
 
 /// A started process.
@@ -92,10 +100,17 @@ impl Host {
             .stderr(log)
             // Ctrl-C is for the coordinator, which then drains.
             .process_group(0);
+        let place = self.places.get(&seat).cloned();
+        if let Some(place) = &place {
+            command.env(VISIBLE_VARIABLE, &place.visible);
+        }
         let (started, answer) = mpsc::channel();
         std::thread::Builder::new()
             .name(format!("wait {seat}"))
             .spawn(move || {
+                if let Some(place) = place {
+                    bind(seat, &place);
+                }
                 let mut child = match command.spawn() {
                     Ok(child) => child,
                     Err(error) => {
@@ -130,6 +145,37 @@ impl Host {
     pub(super) fn last_words(&self, seat: Seat) -> String {
         tail(&self.output_path(seat)).unwrap_or_default()
     }
+}
+
+/// Binds the calling thread, and what it starts, to the CPUs near a GPU. Those that it may not use stay out; a rank runs
+/// without, so that a failure is no reason to stop.
+fn bind(seat: Seat, place: &Place) {
+    let bound = sched_getaffinity(None).and_then(|allowed| {
+        let Some((near, cpus)) = near(&allowed, &place.cpus) else {
+            return Ok(None);
+        };
+        sched_setaffinity(None, &near).map(|()| Some(cpus))
+    });
+    match bound {
+        Ok(Some(cpus)) => {
+            tracing::info!(%seat, gpu = place.visible, cpus, "bound to the CPUs of the GPU's NUMA node");
+        }
+        Ok(None) => tracing::debug!(%seat, gpu = place.visible, "not bound: no CPUs are nearer than others"),
+        Err(error) => tracing::debug!(%seat, %error, "not bound to CPUs"),
+    }
+}
+
+/// Those of some CPUs that are allowed, and how many; none if they are all or none of the allowed ones.
+fn near(allowed: &CpuSet, cpus: &[usize]) -> Option<(CpuSet, usize)> {
+    let mut near = CpuSet::new();
+    for &cpu in cpus
+        .iter()
+        .filter(|&&cpu| cpu < CpuSet::MAX_CPU && allowed.is_set(cpu))
+    {
+        near.set(cpu);
+    }
+    let count = near.count() as usize;
+    (count > 0 && near != *allowed).then_some((near, count))
 }
 
 /// The allocator's settings of a rank: those of the user first, ours unless the user has decided the matter.
@@ -172,7 +218,26 @@ fn tail(path: &Path) -> io::Result<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::tunables;
+    use rustix::thread::CpuSet;
+
+    use super::{near, tunables};
+
+    /// HOST-3
+    #[test]
+    fn a_rank_is_bound_to_those_near_cpus_that_it_may_use() {
+        let set = |cpus: &[usize]| {
+            let mut set = CpuSet::new();
+            cpus.iter().for_each(|&cpu| set.set(cpu));
+            set
+        };
+        let allowed = set(&[0, 1, 4, 5]);
+        assert_eq!(near(&allowed, &[4, 5, 6, 7]), Some((set(&[4, 5]), 2)));
+        // As it is already, none that it may use, and numbers that no set holds.
+        assert_eq!(near(&allowed, &[0, 1, 2, 3, 4, 5]), None);
+        assert_eq!(near(&allowed, &[2, 3]), None);
+        assert_eq!(near(&allowed, &[1 << 20]), None);
+        assert_eq!(near(&allowed, &[]), None);
+    }
 
     #[test]
     fn huge_pages_join_what_the_user_has_set_and_never_override_it() {

@@ -108,6 +108,7 @@ pub async fn launch(ready: Ready, options: LaunchOptions) -> anyhow::Result<Laun
         files,
         tokenizer,
         contract,
+        places,
         warnings,
     } = ready;
     let mut warnings: Vec<String> = warnings.iter().map(Finding::to_string).collect();
@@ -183,6 +184,12 @@ pub async fn launch(ready: Ready, options: LaunchOptions) -> anyhow::Result<Laun
     let mut rank_config = config.clone();
     for record in &replay.records {
         if let Record::SeatAdded { seat, threads } = record {
+            anyhow::ensure!(
+                !config.is_on_gpus(seat.role) || config.rank(*seat).is_some(),
+                "{seat} was added to this run on the CPU, and its other {} ranks are on GPUs now; go on with device = \
+                 \"cpu\", or add {seat} to cluster.toml with a GPU",
+                seat.role
+            );
             rank_config.add_rank(*seat, *threads);
         }
     }
@@ -198,6 +205,7 @@ pub async fn launch(ready: Ready, options: LaunchOptions) -> anyhow::Result<Laun
             token: token.clone(),
             run_directory: directory.clone(),
             log_format: options.log_format,
+            places: Arc::new(places),
         },
         config: rank_config,
         intake,

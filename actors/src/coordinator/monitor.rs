@@ -372,7 +372,11 @@ fn rank_view(seat: &SeatView, shares: Option<Shares>) -> RankView {
             Activity::Computing | Activity::Reducing | Activity::AwaitingCommit | Activity::Applying => {
                 RankState::Training
             }
-            Activity::Idle | Activity::Donating | Activity::Saving | Activity::Evaluating => RankState::Idle,
+            Activity::Idle
+            | Activity::Meeting
+            | Activity::Donating
+            | Activity::Saving
+            | Activity::Evaluating => RankState::Idle,
         },
     };
     let lanes = format!("{} rows a step", seat.lanes.len());
@@ -385,6 +389,7 @@ fn rank_view(seat: &SeatView, shares: Option<Shares>) -> RankView {
         | Activity::AwaitingPeers
         | Activity::AwaitingCommit => "",
         Activity::Generating => "answering held-out prompts",
+        Activity::Meeting => "meeting the other draft ranks over NCCL",
         Activity::Reducing => "summing gradients",
         Activity::Applying => "applying the step",
         Activity::Donating => "giving its state to a peer",

@@ -4,7 +4,7 @@
 //! journal's steps after it are then done again with the same batches. A replica that joins a running group builds its
 //! model first, and takes its state at the next step boundary.
 
-use eaglet_runtime::control::{CoordinatorCommand, DraftOrigin};
+use eaglet_runtime::control::{Activity, CollectiveId, CoordinatorCommand, DraftOrigin};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, Role, Seat, Step};
 
@@ -47,6 +47,7 @@ impl Engine {
     pub(super) fn restart_epoch(&mut self) {
         self.epoch = self.epoch.next();
         self.formed = false;
+        self.has_id = false;
         self.members.clear();
         self.step_phase = StepPhase::Idle;
         let epoch = self.epoch;
@@ -112,6 +113,20 @@ impl Engine {
 
     pub(super) fn group_ready(&mut self, seat: Seat, epoch: Epoch) {
         self.seats.get_mut(seat).joined = Some(epoch);
+    }
+
+    /// The first member has made what the others need to meet it: it is passed on once an epoch.
+    pub(super) fn collective_id(&mut self, seat: Seat, epoch: Epoch, id: &CollectiveId) {
+        // FENCE: an id of an older epoch, the same one again, or somebody else's is not heard.
+        let is_first = self.members().next() == Some(seat);
+        if epoch != self.epoch || !is_first || self.has_id {
+            return;
+        }
+        self.has_id = true;
+        for member in self.members().skip(1) {
+            let id = id.clone();
+            self.send(member, CoordinatorCommand::Meet { epoch, id });
+        }
     }
 
     /// Gives states to those without one, and forms the epoch once all who are needed agree.
@@ -205,9 +220,21 @@ impl Engine {
         if self.formed || self.now_ms <= self.forming_since_ms + self.settings.form_timeout_ms {
             return Vec::new();
         }
-        self.members()
-            .filter(|&seat| self.seats.get(seat).joined != Some(self.epoch))
-            .collect()
+        let missing = || {
+            self.members()
+                .filter(|&seat| self.seats.get(seat).joined != Some(self.epoch))
+        };
+        let waits = |seat: &Seat| {
+            let beat = self.seats.get(*seat).beat;
+            beat.is_some_and(|beat| beat.activity == Activity::Meeting)
+        };
+        // Whoever waits for another one to meet it is not the cause, as long as there is another one.
+        let late: Vec<Seat> = missing().filter(|seat| !waits(seat)).collect();
+        if late.is_empty() {
+            missing().collect()
+        } else {
+            late
+        }
     }
 
     /// The state that all members hold, if they do and nothing is on its way to them.

@@ -51,6 +51,7 @@ pub use view::{EngineView, SeatView};
 
 use self::ledger::Ledger;
 use self::plan::Plans;
+use self::repair::Rift;
 use self::router::Row;
 use self::seats::Seats;
 use self::steps::{Staged, StepPhase};
@@ -148,8 +149,12 @@ pub struct Engine {
     gradient_disputes: u32,
     /// Steps in a row of which the verifier refused every sample.
     refused_steps: u32,
-    /// A link between replicas that broke: its sender, the epoch, and when that was heard.
-    broken_link: Option<(Seat, Generation, Epoch, u64)>,
+    /// What the members of an epoch told of each other that they cannot do any more.
+    rift: Option<Rift>,
+    /// Epochs in a row that broke over NCCL, without a step in between.
+    collective_faults: u32,
+    /// Whether the id of the present epoch was passed on. An older one is never needed again, so no record holds it.
+    has_id: bool,
     extracted_tokens: u64,
     launch: u32,
     leaving_since_ms: u64,
@@ -209,7 +214,9 @@ impl Engine {
             rows_since_part: 0,
             gradient_disputes: 0,
             refused_steps: 0,
-            broken_link: None,
+            rift: None,
+            collective_faults: 0,
+            has_id: false,
             extracted_tokens: 0,
             launch: 0,
             leaving_since_ms: now_ms,
@@ -343,6 +350,10 @@ impl Engine {
             }
             RankEvent::VerifierReady { contract } => self.verifier_ready(seat, &contract),
             RankEvent::DraftReady { load, step, state } => self.draft_ready(seat, load, step, state),
+            RankEvent::CollectiveId { epoch, id } => self.collective_id(seat, epoch, &id),
+            RankEvent::CollectiveBroken { epoch, reason } => {
+                self.collective_broken(seat, generation, epoch, &reason);
+            }
             RankEvent::GroupReady { epoch } => self.group_ready(seat, epoch),
             RankEvent::Extracted { row, lease, tokens } => self.row_extracted(seat, row, lease, tokens),
             RankEvent::NotSent {

@@ -1,4 +1,4 @@
-//! Links that broke, and rows that nothing is heard of: nobody is waited for without a limit.
+//! Links and collectives that broke, and rows that nothing is heard of: nobody is waited for without a limit.
 
 use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat};
 
@@ -8,6 +8,21 @@ use super::seats::Status;
 
 /// The end of a process is known well before this.
 pub(super) const BROKEN_LINK_PATIENCE_MS: u64 = 300;
+/// So many epochs in a row may break over NCCL, without a step in between, before a run is given up.
+const COLLECTIVE_FAULTS: u32 = 5;
+
+/// What the members of an epoch cannot do together any more.
+pub(super) struct Rift {
+    /// Who it shows at, or the other end of a link.
+    seat: Seat,
+    generation: Generation,
+    epoch: Epoch,
+    /// When it was heard of.
+    since_ms: u64,
+    /// What was seen.
+    what: String,
+    is_collective: bool,
+}
 
 impl Engine {
     pub(super) fn link_broken(
@@ -37,7 +52,14 @@ impl Engine {
             // FENCE: links of an older epoch are gone with it. Most often the sender has just died, and its end is on
             // the way: tick waits for it.
             if epoch == self.epoch && !self.members.is_empty() {
-                self.broken_link = Some((from, sender, epoch, self.now_ms));
+                self.rift = Some(Rift {
+                    seat: from,
+                    generation: sender,
+                    epoch,
+                    since_ms: self.now_ms,
+                    what: format!("a link from {from} broke, and {from} lives"),
+                    is_collective: false,
+                });
             }
             return;
         }
@@ -50,21 +72,60 @@ impl Engine {
         });
     }
 
-    /// Forms the group again if a link between two replicas broke and both are still alive a while later.
+    /// A member's collectives failed. Most often another member has just died, and its end is on the way: tick waits for
+    /// it, as for that of a link.
+    pub(super) fn collective_broken(
+        &mut self,
+        seat: Seat,
+        generation: Generation,
+        epoch: Epoch,
+        reason: &str,
+    ) {
+        // FENCE: collectives of an older epoch are aborted.
+        if epoch != self.epoch || !self.members.contains(&seat.index) {
+            return;
+        }
+        let is_known = self
+            .rift
+            .as_ref()
+            .is_some_and(|rift| rift.is_collective && rift.epoch == epoch);
+        // The others see the same a little later.
+        if !is_known {
+            self.rift = Some(Rift {
+                seat,
+                generation,
+                epoch,
+                since_ms: self.now_ms,
+                what: format!("the collectives of {seat} broke: {reason}"),
+                is_collective: true,
+            });
+        }
+    }
+
+    /// Forms the group again if a link between two replicas, or what they do over NCCL, broke and all are still alive a
+    /// while later.
     pub(super) fn mend_group(&mut self) {
-        let Some((from, sender, epoch, since_ms)) = self.broken_link else {
+        let patience_ms = BROKEN_LINK_PATIENCE_MS;
+        let now_ms = self.now_ms;
+        let Some(rift) = self.rift.take_if(|rift| now_ms >= rift.since_ms + patience_ms) else {
             return;
         };
-        if self.now_ms < since_ms + BROKEN_LINK_PATIENCE_MS {
+        if !self.seats.is_current(rift.seat, rift.generation) || rift.epoch != self.epoch {
             return;
         }
-        self.broken_link = None;
-        if self.seats.is_current(from, sender) && epoch == self.epoch {
-            self.warn(format!(
-                "a link from {from} broke, and {from} lives; the epoch is formed again"
-            ));
-            self.restart_epoch();
+        if rift.is_collective {
+            self.collective_faults += 1;
+            if self.collective_faults >= COLLECTIVE_FAULTS {
+                self.fail(format!(
+                    "{}; that is {COLLECTIVE_FAULTS} times in a row without a step: look for NCCL's words in the logs of \
+                     draft ranks (NCCL_DEBUG=INFO tells more), or set training.collective = \"links\"",
+                    rift.what
+                ));
+                return;
+            }
         }
+        self.warn(format!("{}; the epoch is formed again", rift.what));
+        self.restart_epoch();
     }
 
     /// A verifier could not hand a row over. If its receiver lives, the two cannot reach each other, and a new occupant

@@ -1,5 +1,6 @@
 //! The state that a journal implies.
 
+use eaglet_runtime::collective::SumMode;
 use eaglet_runtime::ids::{Epoch, Role, Step};
 
 use super::seats::{SeatState, Status};
@@ -192,6 +193,13 @@ impl Engine {
                     self.seats.get_mut(*seat).status = Status::Empty;
                 }
             }
+            Record::Sums { mode } => {
+                if *mode != self.settings.sums {
+                    return Err(Refusal::OtherRun(format!(
+                        "the run directory holds a run with {mode} sums of gradients (training.sums)"
+                    )));
+                }
+            }
             Record::Checkpointed { step, state, folder } => {
                 self.checkpoints.push(KnownCheckpoint {
                     step: *step,
@@ -213,6 +221,10 @@ impl Engine {
             recipe: self.settings.recipe,
         };
         self.append(record, true);
+        let mode = self.settings.sums;
+        if mode != SumMode::Exact {
+            self.append(Record::Sums { mode }, true);
+        }
         // Samples may have come so late in the last launch that nobody counted them; perhaps nobody reads files any more.
         self.grow();
         std::mem::take(&mut self.commands)

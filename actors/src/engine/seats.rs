@@ -236,7 +236,11 @@ fn stuck(state: &SeatState, settings: &Settings) -> Option<String> {
         .filter(|_| matches!(state.status, Status::Loading | Status::Ready))?;
     let limit_ms = match beat.activity {
         // It waits for somebody else.
-        Activity::Idle | Activity::Reducing | Activity::AwaitingPeers | Activity::AwaitingCommit => {
+        Activity::Idle
+        | Activity::Meeting
+        | Activity::Reducing
+        | Activity::AwaitingPeers
+        | Activity::AwaitingCommit => {
             return None;
         }
         Activity::Loading => settings.load_timeout_ms,

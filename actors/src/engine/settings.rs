@@ -1,5 +1,6 @@
 //! What the engine must know of `cluster.toml`.
 
+use eaglet_runtime::collective::SumMode;
 use eaglet_runtime::contract::Contract;
 use eaglet_runtime::ids::{Role, Seat};
 use eaglet_runtime::optimizer::{Decay, Schedule};
@@ -173,6 +174,8 @@ pub struct Settings {
     pub contract: Contract,
     /// Digest of everything in the configuration that decides the weights.
     pub recipe: eaglet_runtime::digest::Digest,
+    /// In which order gradients of lanes are added: whether a step that is done again by others has the same bits.
+    pub sums: SumMode,
     /// Capacity of a row.
     pub tokens_per_row: u32,
     /// Passes over each sample.

@@ -187,7 +187,8 @@ impl SampleBook {
             | Record::Grown { .. }
             | Record::SeatAdded { .. }
             | Record::SeatRemoved { .. }
-            | Record::Checkpointed { .. } => {}
+            | Record::Checkpointed { .. }
+            | Record::Sums { .. } => {}
         }
     }
 

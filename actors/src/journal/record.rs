@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use eaglet_runtime::collective::SumMode;
 use eaglet_runtime::contract::Contract;
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, SampleSeq, Seat, Step, Unit};
@@ -132,5 +133,10 @@ pub enum Record {
         state: Digest,
         /// Its folder.
         folder: PathBuf,
+    },
+    /// Gradients of lanes are added in an order that is not theirs, from here on. Exact sums go without saying.
+    Sums {
+        /// In which.
+        mode: SumMode,
     },
 }

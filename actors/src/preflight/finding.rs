@@ -34,7 +34,9 @@ pub enum Topic {
     HeldOut,
     /// The draft's vocabulary.
     Vocabulary,
-    /// Memory of a host.
+    /// Where ranks compute.
+    Device,
+    /// Memory of a host or a GPU.
     Memory,
     /// Room on the disk of the run directory.
     Disk,

@@ -9,13 +9,16 @@
 //! - CHECK-3: a launch refuses nothing that a check of the same moment has passed.
 //!
 //! Files: `foundation` the verifier's files, tokenizer and draft; `directory` the run directory; `layers`, `shards`,
-//! `memory`, `links`, `disk`, `supply` the plans, pure; `samples`, `vocabulary` what the first samples tell; `plan` puts
+//! `memory`, `links`, `disk`, `supply` the plans, pure; `collective` NCCL; `gpus` the GPUs of ranks and what fits on them;
+//! `samples`, `vocabulary` what the first samples tell; `plan` puts
 //! the plans together; `report` the result as data.
 
+mod collective;
 mod directory;
 mod disk;
 mod finding;
 mod foundation;
+mod gpus;
 mod layers;
 mod links;
 mod machine;
@@ -28,6 +31,7 @@ mod supply;
 mod units;
 mod vocabulary;
 
+use std::collections::BTreeMap;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -36,15 +40,18 @@ use eaglet_runtime::contract::Contract;
 use eaglet_runtime::control::transport::TransportError;
 use eaglet_runtime::device::{Cpu, ProductRates};
 use eaglet_runtime::hidden_files::{HiddenFiles, HiddenWriter};
+use eaglet_runtime::ids::{Role, Seat};
 use eaglet_runtime::samples::ChatTokenizer;
 use eaglet_runtime::verifier::VerifierFiles;
 
+pub use self::collective::NcclSummary;
 pub use self::directory::DirectoryError;
 pub(crate) use self::directory::{engine, refuse_orphans};
 pub use self::disk::DiskPlan;
 use self::finding::Findings;
 pub use self::finding::{Finding, Severity, Topic};
 use self::foundation::Foundation;
+pub use self::gpus::{GpuPlan, GpuTenant};
 pub use self::layers::{CapturedLayers, LayerDoubt};
 pub use self::links::{Cargo, LinkPlan, Per};
 pub use self::machine::Machine;
@@ -59,6 +66,7 @@ pub use self::units::{prefixed, size};
 pub(crate) use self::vocabulary::ENOUGH_COVERAGE;
 pub use self::vocabulary::VocabularySurvey;
 use crate::config::{ClusterConfig, Survey};
+use crate::gpus::{Place, PlacedGpu};
 use crate::rank::STATES_FOLDER;
 use crate::{coordinator, recipe};
 
@@ -112,6 +120,8 @@ pub struct Ready {
     pub tokenizer: ChatTokenizer,
     /// What hidden states promise.
     pub contract: Contract,
+    /// How ranks on GPUs are started.
+    pub places: BTreeMap<Seat, Place>,
     /// What people should be told.
     pub warnings: Vec<Finding>,
 }
@@ -125,9 +135,13 @@ pub fn ready(survey: Survey, machine: Machine) -> Result<Ready, Vec<Finding>> {
     let mut findings = Findings::new(&survey);
     let foundation = Foundation::look(&mut findings, false);
     look_around(&foundation, &mut findings);
+    let gpus = gpus::look(&mut findings);
+    collective::look(&mut findings);
     if is_planned(&survey) {
         let plan = Plan::new(&survey.config, &foundation, None);
         look_at_memory(&plan.hosts(machine), &mut findings);
+        let ranks = plan.ranks(machine);
+        gpus::look_at_memory(&gpus::plan(&survey.config, &gpus, &ranks), &ranks, &mut findings);
         if let Some(disk) = plan.disk(None) {
             look_at_disk(&disk, &mut findings);
         }
@@ -147,12 +161,23 @@ pub fn ready(survey: Survey, machine: Machine) -> Result<Ready, Vec<Finding>> {
         return Err(refusals(findings));
     }
     Ok(Ready {
+        places: places(&survey.config, &gpus),
         config: survey.config,
         files,
         tokenizer,
         contract,
         warnings: findings,
     })
+}
+
+/// How ranks on GPUs are started.
+fn places(config: &ClusterConfig, gpus: &BTreeMap<u16, PlacedGpu>) -> BTreeMap<Seat, Place> {
+    let place = |rank| gpus.get(&config.gpu_of(rank)?).map(|gpu| gpu.place.clone());
+    config
+        .ranks
+        .iter()
+        .filter_map(|rank| Some((rank.seat(), place(rank)?)))
+        .collect()
 }
 
 /// What a launch refuses.
@@ -169,6 +194,8 @@ pub fn check(survey: &Survey, cluster: &str, options: &CheckOptions) -> Report {
     let mut findings = Findings::new(survey);
     let foundation = Foundation::look(&mut findings, options.weights_come_later);
     look_around(&foundation, &mut findings);
+    let gpus = gpus::look(&mut findings);
+    let nccl = collective::look(&mut findings);
     let samples = look_at_samples(&foundation, options.samples, &mut findings);
     let vocabulary = samples
         .as_ref()
@@ -186,6 +213,8 @@ pub fn check(survey: &Survey, cluster: &str, options: &CheckOptions) -> Report {
         layers: None,
         ranks: Vec::new(),
         hosts: Vec::new(),
+        gpus: Vec::new(),
+        nccl,
         disk: None,
         links: Vec::new(),
         samples: None,
@@ -200,6 +229,8 @@ pub fn check(survey: &Survey, cluster: &str, options: &CheckOptions) -> Report {
         report.ranks = plan.ranks(options.machine);
         report.hosts = plan.hosts(options.machine);
         look_at_memory(&report.hosts, &mut findings);
+        report.gpus = gpus::plan(config, &gpus, &report.ranks);
+        gpus::look_at_memory(&report.gpus, &report.ranks, &mut findings);
         report.disk = plan.disk(options.free_disk_bytes);
         if let Some(disk) = &report.disk {
             look_at_disk(disk, &mut findings);
@@ -207,6 +238,8 @@ pub fn check(survey: &Survey, cluster: &str, options: &CheckOptions) -> Report {
         report.supply = plan.supply(options.machine, |rows, inputs, outputs| {
             match options.flops_per_s {
                 Some(given) => Some(plan::Rates::given(given)),
+                // What the CPU does says nothing of them.
+                None if config.is_on_gpus(Role::Verifier) || config.is_on_gpus(Role::Draft) => None,
                 None => {
                     let products = (config.draft.products, config.verifier.products);
                     ProductRates::measure((rows, inputs, outputs), products, CALIBRATION)
@@ -287,10 +320,18 @@ fn look_around(foundation: &Foundation, findings: &mut Findings<'_>) {
 fn look_at_products(findings: &mut Findings<'_>) {
     let config = &findings.survey().config;
     let wanted = [
-        ("verifier.products", config.verifier.products, Topic::Verifier),
-        ("draft.products", config.draft.products, Topic::Draft),
+        (
+            "verifier.products",
+            config.verifier.products,
+            Topic::Verifier,
+            Role::Verifier,
+        ),
+        ("draft.products", config.draft.products, Topic::Draft, Role::Draft),
     ];
-    for (key, products, topic) in wanted {
+    for (key, products, topic, role) in wanted {
+        if config.is_on_gpus(role) {
+            continue;
+        }
         if let Err(reason) = Cpu::kernel_for(products) {
             let text = format!(
                 "{key} = \"bf16\" needs AMX, and {reason}: products are computed in f32 here, which gives other bits than \

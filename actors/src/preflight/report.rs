@@ -5,8 +5,10 @@ use std::path::PathBuf;
 use eaglet_runtime::ids::Role;
 use serde::Serialize;
 
+use super::collective::NcclSummary;
 use super::disk::DiskPlan;
 use super::finding::{Finding, Severity};
+use super::gpus::GpuPlan;
 use super::layers::CapturedLayers;
 use super::links::LinkPlan;
 use super::memory::{HostMemory, MemoryPart};
@@ -102,6 +104,9 @@ pub struct RankPlan {
     pub memory: Vec<MemoryPart>,
     /// All of it.
     pub memory_bytes: u64,
+    /// Memory of its GPU in parts, if it computes on one.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub gpu_memory: Vec<MemoryPart>,
 }
 
 /// Everything that is known before anything is started.
@@ -131,6 +136,10 @@ pub struct Report {
     pub ranks: Vec<RankPlan>,
     /// Memory of hosts.
     pub hosts: Vec<HostMemory>,
+    /// GPUs that ranks compute on.
+    pub gpus: Vec<GpuPlan>,
+    /// The NCCL that gradients are summed with, if they are.
+    pub nccl: Option<NcclSummary>,
     /// What is written.
     pub disk: Option<DiskPlan>,
     /// What travels.

@@ -5,7 +5,10 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, TryRecvError};
 use eaglet_runtime::control::CoordinatorCommand;
+use eaglet_runtime::ids::Epoch;
 use eaglet_runtime::link::BulkEvent;
+
+use super::draft::nccl::Word;
 
 /// What the compute thread takes from its inbox.
 pub(super) enum Input {
@@ -13,6 +16,13 @@ pub(super) enum Input {
     Command(CoordinatorCommand),
     /// Something arrived on the bulk plane.
     Bulk(BulkEvent),
+    /// Something came of what draft ranks do over NCCL.
+    Sum {
+        /// In which epoch.
+        epoch: Epoch,
+        /// What.
+        word: Word,
+    },
 }
 
 /// The inbox. Whoever waits for one thing in the middle of work puts everything else aside; it comes before what arrives

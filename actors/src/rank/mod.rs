@@ -7,9 +7,11 @@
 //! RANK-1: a rank whose coordinator is silent for longer than its lease ends itself.
 //! RANK-2: what belongs to an older epoch is dropped when it is taken from the inbox.
 //! RANK-3: weights change only when a commit is carried out, and when a whole state replaces them.
+//! RANK-4: whatever ends the compute thread is told to the coordinator, a panic too.
 
 mod activity;
 mod control;
+mod device;
 mod draft;
 mod inbox;
 mod peer_links;
@@ -22,13 +24,17 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use eaglet_runtime::control::{Activity, Attach, CoordinatorCommand, PROTOCOL, RankEvent};
+use eaglet_runtime::cuda::Cuda;
+use eaglet_runtime::device::Cpu;
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, Role, Seat};
 use eaglet_runtime::link::{BulkListener, Endpoint, ListenerOptions, SenderOptions};
-use rustix::process::{Pid, Signal};
+use rustix::process::{Pid, Signal, getpid, kill_process};
 
 use self::activity::ActivityGauge;
 use self::control::Control;
+use self::device::{RankDevice, guarded};
+use self::draft::nccl::AbortSwitch;
 use self::inbox::{Inbox, Input, Nothing};
 use crate::config::ClusterConfig;
 use crate::faults::{self, Damage, Point, Victim};
@@ -98,6 +104,15 @@ struct Context {
     control: Control,
     activity: ActivityGauge,
     run_directory: PathBuf,
+    wires: Wires,
+}
+
+/// How other threads of a rank reach its compute thread, and what it does over NCCL.
+#[derive(Clone)]
+struct Wires {
+    /// The compute thread's own inbox, for what other threads of this rank have to tell it.
+    inputs: crossbeam_channel::Sender<Input>,
+    abort_switch: AbortSwitch,
 }
 
 impl Context {
@@ -114,6 +129,20 @@ impl Context {
         Endpoint {
             seat: self.seat,
             generation: self.generation,
+        }
+    }
+
+    /// Ends the process after its last words, without the end of anything in it.
+    fn end_process(&self, fault: &RankFault) -> ! {
+        tracing::error!(reason = fault.reason, "the process has to end");
+        self.say(RankEvent::Fault {
+            reason: fault.reason.clone(),
+            permanent: fault.permanent,
+        });
+        self.control.finish();
+        loop {
+            // A process may always signal itself.
+            let _ = kill_process(getpid(), Signal::KILL);
         }
     }
 
@@ -160,7 +189,10 @@ pub fn run(arguments: &RankArguments) -> anyhow::Result<()> {
         tracing::info_span!("rank", seat = %arguments.seat, generation = arguments.generation.0).entered();
     let (inputs, arriving) = crossbeam_channel::unbounded();
     let bulk_name = bulk_name(&arguments.token, arguments.seat, arguments.generation);
-    let bulk_inputs = inputs.clone();
+    let (bulk_inputs, control_inputs) = (inputs.clone(), inputs.clone());
+    let abort_switch = AbortSwitch::default();
+    let switch = abort_switch.clone();
+    let wires = Wires { inputs, abort_switch };
     let here = Endpoint {
         seat: arguments.seat,
         generation: arguments.generation,
@@ -183,11 +215,22 @@ pub fn run(arguments: &RankArguments) -> anyhow::Result<()> {
         attach,
         activity.clone(),
         move |command| {
+            switch.hear(&command);
             // As above.
-            let _ = inputs.send(Input::Command(command));
+            let _ = control_inputs.send(Input::Command(command));
         },
     )?;
-    let result = work(arguments, &control, activity, &mut Inbox::new(arriving));
+    // RANK-4
+    let result = guarded(|device| {
+        work(
+            arguments,
+            &control,
+            activity,
+            &wires,
+            &mut Inbox::new(arriving),
+            device,
+        )
+    });
     if let Err(fault) = &result {
         tracing::error!(reason = fault.reason, "the rank cannot go on");
         control.say(RankEvent::Fault {
@@ -206,7 +249,9 @@ fn work(
     arguments: &RankArguments,
     control: &Control,
     activity: ActivityGauge,
+    wires: &Wires,
     inbox: &mut Inbox,
+    device: &mut String,
 ) -> Result<(), RankFault> {
     let mut worker: Option<Box<dyn Worker>> = None;
     let mut early = Vec::new();
@@ -236,16 +281,21 @@ fn work(
                 let config = ClusterConfig::from_resolved(&config).map_err(|error| {
                     RankFault::permanent(format!("the coordinator's configuration: {error}"))
                 })?;
-                let context = context(arguments, config, control.clone(), activity.clone())?;
-                let mut made: Box<dyn Worker> = match arguments.seat.role {
-                    Role::Verifier if context.config.samples.hidden_states.is_some() => {
-                        Box::new(verifier::StoredWorker::new(context))
-                    }
-                    Role::Verifier => Box::new(verifier::VerifierWorker::new(context)),
-                    Role::Draft => match context.config.run.extract_to.clone() {
-                        Some(folder) => Box::new(sink::SinkWorker::new(context, folder)),
-                        None => Box::new(draft::DraftWorker::new(context)),
-                    },
+                let context = context(
+                    arguments,
+                    config,
+                    control.clone(),
+                    activity.clone(),
+                    wires.clone(),
+                )?;
+                let rank = context.config.rank(arguments.seat);
+                let gpu = rank.and_then(|rank| context.config.gpu_of(rank));
+                if let (Some(rank), Some(_)) = (rank, gpu) {
+                    device.clone_from(&rank.device);
+                }
+                let mut made = match gpu {
+                    Some(_) => worker_on::<Cuda>(context),
+                    None => worker_on::<Cpu>(context),
                 };
                 for input in early.drain(..) {
                     made.take(input)?;
@@ -260,11 +310,26 @@ fn work(
     }
 }
 
+/// The worker of a seat that computes on a device of this kind, if it computes at all.
+fn worker_on<D: RankDevice>(context: Context) -> Box<dyn Worker> {
+    match context.seat.role {
+        Role::Verifier if context.config.samples.hidden_states.is_some() => {
+            Box::new(verifier::StoredWorker::new(context))
+        }
+        Role::Verifier => Box::new(verifier::VerifierWorker::<D>::new(context)),
+        Role::Draft => match context.config.run.extract_to.clone() {
+            Some(folder) => Box::new(sink::SinkWorker::new(context, folder)),
+            None => Box::new(draft::DraftWorker::<D>::new(context)),
+        },
+    }
+}
+
 fn context(
     arguments: &RankArguments,
     config: ClusterConfig,
     control: Control,
     activity: ActivityGauge,
+    wires: Wires,
 ) -> Result<Context, RankFault> {
     let rank = config
         .rank(arguments.seat)
@@ -282,6 +347,7 @@ fn context(
         control,
         activity,
         run_directory: arguments.run_directory.clone(),
+        wires,
     })
 }
 

@@ -346,7 +346,7 @@ impl Worker for SinkWorker {
             }) => self
                 .context
                 .say_broken(hello.from, hello.epoch, error.to_string()),
-            Input::Bulk(BulkEvent::Opened { .. } | BulkEvent::Closed { .. }) => {}
+            Input::Bulk(BulkEvent::Opened { .. } | BulkEvent::Closed { .. }) | Input::Sum { .. } => {}
         }
         self.context.enter(Activity::Idle);
         Ok(())

@@ -2,18 +2,20 @@
 
 use std::io::Write;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use eaglet_runtime::contract::HiddenDtype;
-use eaglet_runtime::device::Timed;
+use eaglet_runtime::device::{Device, Timed};
 use eaglet_runtime::row::PackedRow;
 use eaglet_runtime::verifier::{Alone, Shard, Verifier};
 use serde::Serialize;
 
-use super::facts::{Dtype, Limits, Machine, Spread, kernel, load, measured, peak_bytes};
+use super::device::{self, Measured, Place};
+use super::facts::{Dtype, Limits, Machine, Spread, load, on_device, peak_bytes, repeated};
 use super::picture;
-use super::stages::{self, Stage, Stages};
+use super::stages::{self, Stage};
 use super::train::side;
 
 /// `eaglet bench extract`.
@@ -31,7 +33,10 @@ pub(crate) struct ExtractArgs {
     /// What operands of products are rounded to; bf16 needs a unit for it, and is f32 without one.
     #[arg(long, value_enum, default_value_t = Dtype::F32)]
     dtype: Dtype,
-    /// Threads; 0 for one per core.
+    /// Where to compute: cpu, or cuda:N.
+    #[arg(long, default_value_t = Place::Cpu)]
+    device: Place,
+    /// Threads of the CPU; 0 for one per core.
     #[arg(long, default_value_t = 0)]
     threads: usize,
     /// How often a row is measured, after one to warm up.
@@ -53,28 +58,38 @@ struct Report {
     verifier: String,
     layers: usize,
     dtype: Dtype,
-    kernel: &'static str,
+    kernel: String,
     tokens: usize,
     documents: usize,
     tokens_per_s: Spread,
     row_seconds: Spread,
     cpu_seconds_per_row: f64,
     peak_bytes: u64,
+    /// Of a GPU's memory.
+    device_bytes: Option<u64>,
     stages: Vec<Stage>,
 }
 
 /// Measures and prints.
 ///
 /// # Errors
-/// If the verifier cannot be loaded, threads cannot be started or `out` cannot be written to.
+/// If the verifier cannot be loaded, the device is not there or `out` cannot be written to.
 pub(super) fn extract(arguments: &ExtractArgs, out: &mut impl Write) -> Result<()> {
+    match arguments.device {
+        Place::Cpu => extract_on(device::cpu(arguments.dtype, arguments.threads)?, arguments, out),
+        Place::Cuda(number) => extract_on(device::cuda(arguments.dtype, number)?, arguments, out),
+    }
+}
+
+fn extract_on(device: impl Measured, arguments: &ExtractArgs, out: &mut impl Write) -> Result<()> {
     let load_before = load();
     let (tokens, documents) = (arguments.tokens, arguments.documents);
     ensure!(
         documents <= tokens,
         "--documents {documents}: a row of {tokens} tokens has no room for them"
     );
-    let device = Timed::new(arguments.dtype.device(arguments.threads)?);
+    let device = Timed::new(device);
+    let (watch, runs_ahead) = (Arc::clone(device.watch()), !device.is_host());
     let mut verifier = Verifier::load_on(device, &arguments.verifier, None, Shard::WHOLE)?;
     let cut = |document: usize| (tokens * document / documents) as u32;
     let row = PackedRow {
@@ -86,19 +101,17 @@ pub(super) fn extract(arguments: &ExtractArgs, out: &mut impl Write) -> Result<(
     };
     let mut extract = || {
         verifier.extract(&row, HiddenDtype::Bf16, &mut Alone)?;
-        Ok(verifier.device().take())
+        Ok(())
     };
     extract()?;
-    let (mut seconds, mut cpu, mut stages) = (Vec::new(), Vec::new(), Stages::default());
-    for _ in 0..arguments.repeats {
-        let (took, spent) = measured(&mut extract)?;
-        seconds.push(took.wall);
-        cpu.push(took.cpu);
-        stages.push(spent);
-    }
+    let (took, stages) = repeated(&watch, runs_ahead, arguments.repeats, &mut extract)?;
+    let seconds: Vec<f64> = took.iter().map(|took| took.wall).collect();
+    let cpu: Vec<f64> = took.iter().map(|took| took.cpu).collect();
     // Looking for the limits takes memory of its own.
     let peak_bytes = peak_bytes();
-    let limits = Limits::measure(arguments.threads)?;
+    let device = verifier.device();
+    let device_bytes = device.within().held_bytes();
+    let limits = device.within().limits()?;
     let rates: Vec<f64> = seconds.iter().map(|seconds| tokens as f64 / seconds).collect();
     let report = Report {
         bench: "extract",
@@ -106,20 +119,21 @@ pub(super) fn extract(arguments: &ExtractArgs, out: &mut impl Write) -> Result<(
         verifier: arguments.verifier.display().to_string(),
         layers: verifier.config().layers,
         dtype: arguments.dtype,
-        kernel: kernel(verifier.device().within()),
+        kernel: device.within().kernel(),
         tokens,
         documents,
         tokens_per_s: Spread::of(&rates),
         row_seconds: Spread::of(&seconds),
         cpu_seconds_per_row: Spread::of(&cpu).median,
         peak_bytes,
+        device_bytes,
         stages: stages.medians(&limits),
         limits,
     };
     if let Some(path) = &arguments.picture {
         let title = format!(
-            "hidden states of {tokens} tokens, {} layers, {} threads",
-            report.layers, report.limits.threads
+            "hidden states of {tokens} tokens, {} layers, {}",
+            report.layers, report.limits.of
         );
         picture::write(path, &title, &report.stages, report.row_seconds.median)?;
     }
@@ -133,13 +147,14 @@ impl Report {
         writeln!(
             out,
             "{}, {} layers, {} tokens in {} documents, {}\n\n\
-             {median:.0} tokens/s ({min:.0} to {max:.0}); {:.0} MB at most, mapped weights included\n",
+             {median:.0} tokens/s ({min:.0} to {max:.0}); {:.0} MB at most, mapped weights included{}\n",
             self.verifier,
             self.layers,
             self.tokens,
             self.documents,
             self.kernel,
             self.peak_bytes as f64 / 1e6,
+            on_device(self.device_bytes),
         )?;
         stages::write(&self.stages, self.row_seconds.median, out)
     }

@@ -4,9 +4,11 @@ use std::time::Instant;
 
 use anyhow::Result;
 use clap::ValueEnum;
-use eaglet_runtime::device::{Cpu, MachineLimits, ProductKernel, Products};
+use eaglet_runtime::device::{Device, DeviceLimits, MachineLimits, Watch};
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
+
+use super::stages::Stages;
 
 /// The machine that a measurement was made on.
 #[derive(Clone, Debug, Serialize)]
@@ -87,10 +89,12 @@ impl Spread {
 }
 
 /// What the machine could do at best, measured in the same run.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize)]
 pub(super) struct Limits {
-    pub(super) threads: usize,
-    pub(super) f32_gflops: f64,
+    /// What the limits are of: so many threads, or a GPU.
+    pub(super) of: String,
+    /// Of the CPU, f32 multiply-adds on registers; of a GPU, its best product.
+    pub(super) gflops: f64,
     pub(super) memory_gb_per_s: f64,
 }
 
@@ -99,13 +103,23 @@ impl Limits {
     ///
     /// # Errors
     /// If the threads cannot be started.
-    pub(super) fn measure(threads: usize) -> Result<Self> {
+    pub(super) fn of_cpu(threads: usize) -> Result<Self> {
         let limits = MachineLimits::measure(threads)?;
         Ok(Self {
-            threads: limits.threads,
-            f32_gflops: limits.f32_flops_per_s / 1e9,
+            of: format!("{} threads", limits.threads),
+            gflops: limits.f32_flops_per_s / 1e9,
             memory_gb_per_s: limits.memory_bytes_per_s / 1e9,
         })
+    }
+
+    /// Takes about a second.
+    pub(super) fn of_device(device: &impl Device, name: String) -> Self {
+        let limits = DeviceLimits::measure(device);
+        Self {
+            of: name,
+            gflops: limits.product_flops_per_s / 1e9,
+            memory_gb_per_s: limits.memory_bytes_per_s / 1e9,
+        }
     }
 }
 
@@ -121,14 +135,13 @@ impl std::fmt::Display for Dtype {
 impl std::fmt::Display for Limits {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self {
-            threads,
-            f32_gflops,
+            of,
+            gflops,
             memory_gb_per_s,
         } = self;
         write!(
             f,
-            "limit of {threads} threads, measured in this run: {f32_gflops:.0} GFLOP/s of f32 multiply-adds, \
-             {memory_gb_per_s:.1} GB/s of copying"
+            "limit of {of}, measured in this run: {gflops:.0} GFLOP/s of multiply-adds, {memory_gb_per_s:.1} GB/s of copying"
         )
     }
 }
@@ -154,28 +167,6 @@ pub(super) enum Dtype {
     Bf16,
 }
 
-impl Dtype {
-    /// A device of some threads with such products.
-    ///
-    /// # Errors
-    /// If the threads cannot be started.
-    pub(super) fn device(self, threads: usize) -> Result<Cpu> {
-        let products = match self {
-            Self::F32 => Products::F32,
-            Self::Bf16 => Products::Bf16,
-        };
-        Ok(Cpu::with_products(threads, products)?)
-    }
-}
-
-/// What products of a device really go through.
-pub(super) fn kernel(device: &Cpu) -> &'static str {
-    match device.kernel() {
-        ProductKernel::F32 => "gemm-f32",
-        ProductKernel::AmxBf16 => "amx-bf16",
-    }
-}
-
 /// Wall and processor seconds of one run of something.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Took {
@@ -195,6 +186,48 @@ pub(super) fn measured<R>(run: impl FnOnce() -> Result<R>) -> Result<(Took, R)> 
         cpu: process_seconds() - cpu_before,
     };
     Ok((took, result))
+}
+
+/// Runs so often and measures; then, on a device that runs ahead of who asks, as often again to see where time goes, since it
+/// must not while time is kept.
+///
+/// # Errors
+/// Those of `run`.
+pub(super) fn repeated(
+    watch: &Watch,
+    runs_ahead: bool,
+    repeats: u32,
+    mut run: impl FnMut() -> Result<()>,
+) -> Result<(Vec<Took>, Stages)> {
+    let (mut took, mut stages) = (Vec::new(), Stages::default());
+    let mut rounds = |is_timed: bool, counts: bool| -> Result<()> {
+        watch.keep_time(is_timed);
+        watch.take();
+        for _ in 0..repeats {
+            let (this, ()) = measured(&mut run)?;
+            if counts {
+                took.push(this);
+            }
+            if is_timed {
+                stages.push(watch.take());
+            }
+        }
+        Ok(())
+    };
+    if runs_ahead {
+        rounds(false, true)?;
+        rounds(true, false)?;
+    } else {
+        rounds(true, true)?;
+    }
+    Ok((took, stages))
+}
+
+/// What a report says of a GPU's memory.
+pub(super) fn on_device(bytes: Option<u64>) -> String {
+    bytes.map_or_else(String::new, |bytes| {
+        format!(", {:.0} MB on the GPU", bytes as f64 / 1e6)
+    })
 }
 
 /// Processor time of all threads of this process so far.

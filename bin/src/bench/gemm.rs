@@ -8,7 +8,8 @@ use clap::Args;
 use eaglet_runtime::device::{Cpu, Device, Matrix, MatrixMut};
 use serde::Serialize;
 
-use super::facts::{Dtype, Limits, Machine, Spread, kernel, load, measured};
+use super::device::{self, Measured};
+use super::facts::{Dtype, Limits, Machine, Spread, load, measured};
 use super::train::wave;
 use crate::table::Table;
 
@@ -80,7 +81,7 @@ struct Case {
     k: usize,
     n: usize,
     dtype: Dtype,
-    kernel: &'static str,
+    kernel: String,
     threads: usize,
     seconds: Spread,
     gflops: Spread,
@@ -93,10 +94,10 @@ struct Case {
 /// If threads cannot be started or `out` cannot be written to.
 pub(super) fn gemm(arguments: &GemmArgs, out: &mut impl Write) -> Result<()> {
     let load_before = load();
-    let device = arguments.dtype.device(arguments.threads)?;
+    let device = device::cpu(arguments.dtype, arguments.threads)?;
     let mut report = Report {
         bench: "gemm",
-        limits: Limits::measure(arguments.threads)?,
+        limits: device.limits()?,
         machine: Machine::look(load_before),
         cases: Vec::new(),
     };
@@ -151,7 +152,7 @@ fn case(device: &Cpu, dtype: Dtype, Shape { m, k, n }: Shape, repeats: u32) -> R
         k,
         n,
         dtype,
-        kernel: kernel(device),
+        kernel: Measured::kernel(device),
         threads: device.threads(),
         seconds: Spread::of(&seconds),
         gflops: Spread::of(&rates),
@@ -176,12 +177,12 @@ impl Report {
             let Spread { median, min, max } = case.gflops;
             table.push([
                 format!("{} x {} x {}", case.m, case.k, case.n),
-                case.kernel.to_owned(),
+                case.kernel.clone(),
                 case.threads.to_string(),
                 format!("{median:.0}"),
                 format!("{min:.0}"),
                 format!("{max:.0}"),
-                format!("{:.0} %", 100.0 * median / self.limits.f32_gflops),
+                format!("{:.0} %", 100.0 * median / self.limits.gflops),
             ]);
         }
         table.write(out)

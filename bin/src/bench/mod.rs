@@ -1,6 +1,7 @@
 //! `eaglet bench`: measurements that anybody can repeat on their own machine.
 
 mod coordinator;
+mod device;
 mod end_to_end;
 mod extract;
 mod fabric;

@@ -9,6 +9,7 @@ use eaglet_actors::engine::{
     Command, Engine, Event, Fall, LearningRate, Outcome, RestartPolicy, Settings, WhenExhausted,
 };
 use eaglet_actors::journal::{Journal, Record, SampleSource};
+use eaglet_runtime::collective::SumMode;
 use eaglet_runtime::contract::{Contract, HiddenDtype};
 use eaglet_runtime::control::{Activity, Beat, CoordinatorCommand, LaneMetrics, RankEvent, StepMetrics};
 use eaglet_runtime::digest::Digest;
@@ -394,6 +395,7 @@ fn settings(shape: Shape) -> Settings {
         open: false,
         contract: contract(),
         recipe: Digest::of(b"recipe"),
+        sums: SumMode::Exact,
         tokens_per_row: TOKENS,
         passes: 1,
         step_limit: None,

@@ -46,7 +46,7 @@ impl Stages {
                 .collect();
             let seconds = Spread::of(&seconds).median.max(1e-12);
             let shortest =
-                (spent.flops / limits.f32_gflops / 1e9).max(spent.bytes / limits.memory_gb_per_s / 1e9);
+                (spent.flops / limits.gflops / 1e9).max(spent.bytes / limits.memory_gb_per_s / 1e9);
             Stage {
                 stage: spent.stage,
                 kind: match spent.kind {
@@ -69,6 +69,9 @@ impl Stages {
 
 /// Writes a table; what is left of `total` seconds is a line of its own.
 pub(super) fn write(stages: &[Stage], total: f64, out: &mut dyn Write) -> std::io::Result<()> {
+    let known: f64 = stages.iter().map(|stage| stage.seconds).sum();
+    // A device that runs ahead of who asks took longer while time was kept.
+    let total = total.max(known);
     let mut table = Table::new(["stage", "kind", "ms", "share", "GFLOP/s", "GB/s", "of limit"])
         .align_right(&[2, 3, 4, 5, 6]);
     let line = |stage: &str, kind: &str, seconds: f64| {
@@ -91,7 +94,6 @@ pub(super) fn write(stages: &[Stage], total: f64, out: &mut dyn Write) -> std::i
         row[6] = format!("{:.0} %", 100.0 * stage.of_limit);
         table.push(row);
     }
-    let known: f64 = stages.iter().map(|stage| stage.seconds).sum();
     table.push(line("between operations", "", (total - known).max(0.0)));
     table.write(out)
 }

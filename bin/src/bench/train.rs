@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
-use eaglet_runtime::device::Timed;
+use eaglet_runtime::device::{Buffer, Device, Timed};
 use eaglet_runtime::draft::{
     Draft, DraftBatch, DraftSpec, FrozenWeights, LayerKind, RowLoad, TrainingSpec, init_parameters,
 };
@@ -14,9 +14,10 @@ use eaglet_runtime::optimizer::{AdamW, AdamWSpec};
 use eaglet_runtime::rope::Rope;
 use serde::Serialize;
 
-use super::facts::{Dtype, Limits, Machine, Spread, kernel, load, measured, peak_bytes};
+use super::device::{self, Measured, Place};
+use super::facts::{Dtype, Limits, Machine, Spread, load, on_device, peak_bytes, repeated};
 use super::picture;
-use super::stages::{self, Stage, Stages};
+use super::stages::{self, Stage};
 
 /// `eaglet bench train`. The defaults are a draft for SmolLM2-135M.
 #[derive(Clone, Debug, Args, Serialize)]
@@ -57,7 +58,10 @@ pub(crate) struct TrainArgs {
     /// What operands of products are rounded to; bf16 needs a unit for it, and is f32 without one.
     #[arg(long, value_enum, default_value_t = Dtype::F32)]
     dtype: Dtype,
-    /// Threads; 0 for one per core.
+    /// Where to compute: cpu, or cuda:N.
+    #[arg(long, default_value_t = Place::Cpu)]
+    device: Place,
+    /// Threads of the CPU; 0 for one per core.
     #[arg(long, default_value_t = 0)]
     threads: usize,
     /// How often a step is measured, after one to warm up.
@@ -95,12 +99,14 @@ struct Report<'a> {
     machine: Machine,
     limits: Limits,
     dtype: Dtype,
-    kernel: &'static str,
+    kernel: String,
     parameters: usize,
     tokens_per_s: Spread,
     step_seconds: Spread,
     cpu_seconds_per_step: f64,
     peak_bytes: u64,
+    /// Of a GPU's memory.
+    device_bytes: Option<u64>,
     flops_per_token: f64,
     gflops_per_s: f64,
     stages: Vec<Stage>,
@@ -119,42 +125,48 @@ pub(super) fn wave(length: usize, seed: u32) -> Vec<f32> {
 /// Measures and prints.
 ///
 /// # Errors
-/// If the shape makes no draft, threads cannot be started or `out` cannot be written to.
+/// If the shape makes no draft, the device is not there or `out` cannot be written to.
 pub(super) fn train(arguments: &TrainArgs, out: &mut impl Write) -> Result<()> {
+    match arguments.device {
+        Place::Cpu => train_on(device::cpu(arguments.dtype, arguments.threads)?, arguments, out),
+        Place::Cuda(number) => train_on(device::cuda(arguments.dtype, number)?, arguments, out),
+    }
+}
+
+fn train_on(device: impl Measured, arguments: &TrainArgs, out: &mut impl Write) -> Result<()> {
     let load_before = load();
     let spec = arguments.spec();
     let batch = arguments.batch()?;
-    let device = Arc::new(Timed::new(arguments.dtype.device(arguments.threads)?));
+    let device = Arc::new(Timed::new(device));
     let training = TrainingSpec {
         ttt_steps: usize::from(arguments.ttt_steps),
         step_loss_decay: 1.0,
     };
     let mut draft = Draft::new(spec.clone(), training, frozen(&spec), Arc::clone(&device))?;
-    let mut parameters = init_parameters(draft.layout(), 1);
-    let mut gradient = vec![0.0; parameters.len()];
+    let initial = init_parameters(draft.layout(), 1);
+    let mut parameters = device.place(initial.into(), "parameters");
+    let mut gradient = Buffer::default();
+    device.fit(&mut gradient, "gradient", parameters.len());
     let mut optimizer = AdamW::new(AdamWSpec::default(), &*device, parameters.len());
     let mut step = || -> Result<()> {
         let metrics = draft.gradient(&parameters, &batch, &mut gradient)?;
         ensure!(metrics.loss.is_finite(), "the loss is {}", metrics.loss);
         optimizer.update(&*device, &mut parameters, &gradient, 1e-4)?;
+        device.finish();
         Ok(())
     };
     step()?;
-    device.take();
-    let (mut seconds, mut cpu, mut stages) = (Vec::new(), Vec::new(), Stages::default());
-    for _ in 0..arguments.repeats {
-        let (took, ()) = measured(&mut step)?;
-        seconds.push(took.wall);
-        cpu.push(took.cpu);
-        stages.push(device.take());
-    }
+    let (took, stages) = repeated(device.watch(), !device.is_host(), arguments.repeats, &mut step)?;
+    let seconds: Vec<f64> = took.iter().map(|took| took.wall).collect();
+    let cpu: Vec<f64> = took.iter().map(|took| took.cpu).collect();
     let rates: Vec<f64> = seconds
         .iter()
         .map(|seconds| batch.len() as f64 / seconds)
         .collect();
     // Looking for the limits takes memory of its own.
     let peak_bytes = peak_bytes();
-    let limits = Limits::measure(arguments.threads)?;
+    let device_bytes = device.within().held_bytes();
+    let limits = device.within().limits()?;
     let cost = spec.row_cost(&RowLoad {
         positions: batch.len(),
         active: batch.len(),
@@ -167,12 +179,13 @@ pub(super) fn train(arguments: &TrainArgs, out: &mut impl Write) -> Result<()> {
         shape: arguments,
         machine: Machine::look(load_before),
         dtype: arguments.dtype,
-        kernel: kernel(device.within()),
+        kernel: device.within().kernel(),
         parameters: parameters.len(),
         tokens_per_s: Spread::of(&rates),
         step_seconds,
         cpu_seconds_per_step: Spread::of(&cpu).median,
         peak_bytes,
+        device_bytes,
         flops_per_token: cost.flops / batch.len() as f64,
         gflops_per_s: cost.flops / step_seconds.median / 1e9,
         stages: stages.medians(&limits),
@@ -180,8 +193,8 @@ pub(super) fn train(arguments: &TrainArgs, out: &mut impl Write) -> Result<()> {
     };
     if let Some(path) = &arguments.picture {
         let title = format!(
-            "a training step, {} tokens of width {}, {} threads",
-            arguments.tokens, arguments.hidden, report.limits.threads
+            "a training step, {} tokens of width {}, {}",
+            arguments.tokens, arguments.hidden, report.limits.of
         );
         picture::write(path, &title, &report.stages, report.step_seconds.median)?;
     }
@@ -257,7 +270,7 @@ impl Report<'_> {
             out,
             "{:.1} M parameters, {} tokens in {} documents, {} TTT steps, {}\n\n\
              {median:.0} tokens/s ({min:.0} to {max:.0}); {:.0} MFLOP per token, {:.0} GFLOP/s, {:.0} % of the limit; \
-             {:.0} MB at most\n",
+             {:.0} MB at most{}\n",
             self.parameters as f64 / 1e6,
             self.shape.tokens,
             self.shape.documents,
@@ -265,8 +278,9 @@ impl Report<'_> {
             self.kernel,
             self.flops_per_token / 1e6,
             self.gflops_per_s,
-            100.0 * self.gflops_per_s / self.limits.f32_gflops,
+            100.0 * self.gflops_per_s / self.limits.gflops,
             self.peak_bytes as f64 / 1e6,
+            on_device(self.device_bytes),
         )?;
         stages::write(&self.stages, self.step_seconds.median, out)
     }

@@ -1,5 +1,6 @@
 //! What the coordinator and its ranks say to each other.
 
+use std::fmt;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -10,7 +11,7 @@ use crate::ids::{Epoch, Generation, RowId, Seat, Step, Unit};
 use crate::row::PackedRow;
 
 /// Version of this vocabulary; both ends must speak the same one.
-pub const PROTOCOL: u32 = 4;
+pub const PROTOCOL: u32 = 5;
 
 /// A rank's first words on a stream.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -44,6 +45,8 @@ pub enum Activity {
     Generating,
     /// Computing a gradient.
     Computing,
+    /// Waiting for the other members of an epoch to meet over NCCL.
+    Meeting,
     /// Waiting for the other replicas' gradients.
     Reducing,
     /// Waiting for the other shards of its verifier.
@@ -87,7 +90,10 @@ impl Activity {
 
     /// Whether it waits for other ranks in the middle of work.
     pub const fn is_waiting(self) -> bool {
-        matches!(self, Self::Reducing | Self::AwaitingPeers | Self::AwaitingCommit)
+        matches!(
+            self,
+            Self::Meeting | Self::Reducing | Self::AwaitingPeers | Self::AwaitingCommit
+        )
     }
 }
 
@@ -100,6 +106,33 @@ pub struct Member {
     pub generation: Generation,
     /// Name of its bulk listener.
     pub bulk_name: String,
+}
+
+/// What the members of an epoch need to meet over NCCL: made by one of them, good for one meeting, and nothing that anybody
+/// in between understands.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CollectiveId(Vec<u8>);
+
+impl CollectiveId {
+    /// Bytes of an id.
+    pub const BYTES: usize = 128;
+
+    /// The id of these bytes.
+    pub fn new(bytes: &[u8; Self::BYTES]) -> Self {
+        Self(bytes.to_vec())
+    }
+
+    /// Its bytes; none if somebody sent another number of them.
+    pub fn bytes(&self) -> Option<[u8; Self::BYTES]> {
+        self.0.as_slice().try_into().ok()
+    }
+}
+
+impl fmt::Debug for CollectiveId {
+    /// A digest: who knows an id can join, and what is printed ends in logs.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CollectiveId({})", Digest::of(&self.0))
+    }
 }
 
 /// Where a draft replica takes its state from.
@@ -246,7 +279,21 @@ pub enum RankEvent {
         /// Digest of weights and moments.
         state: Digest,
     },
-    /// A draft replica, or a shard of a verifier, has links to the members of its epoch and holds nothing of an older one.
+    /// The member of an epoch with the lowest seat has made what the others need to meet it over NCCL.
+    CollectiveId {
+        /// The epoch.
+        epoch: Epoch,
+        /// What they need.
+        id: CollectiveId,
+    },
+    /// The members of an epoch did not meet over NCCL, or a sum over it failed or is late.
+    CollectiveBroken {
+        /// The epoch.
+        epoch: Epoch,
+        /// What was seen.
+        reason: String,
+    },
+    /// A draft replica, or a shard of a verifier, can reach the members of its epoch and holds nothing of an older one.
     GroupReady {
         /// The epoch.
         epoch: Epoch,
@@ -414,6 +461,13 @@ pub enum CoordinatorCommand {
         members: Vec<Member>,
         /// The draft seat that computes each lane, `[lanes]`.
         owners: Vec<u16>,
+    },
+    /// Meet the other members of an epoch over NCCL.
+    Meet {
+        /// The epoch.
+        epoch: Epoch,
+        /// What its member with the lowest seat has made.
+        id: CollectiveId,
     },
     /// Compute the hidden states of a row and send them.
     Extract(Extraction),

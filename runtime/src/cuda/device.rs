@@ -3,8 +3,8 @@
 //! Operations are launched on one stream and not waited for, except where something comes back to the host. Operands on
 //! the GPU are used where they lie; those on the host, which are small or come from a test, are sent along.
 //!
-//! A GPU that fails makes the operation panic with the driver's words: the trait's operations cannot fail, and a rank
-//! that lost its device has to be started again.
+//! A GPU that fails makes the operation panic with its [`CudaError`]: the trait's operations cannot fail, and a rank that
+//! lost its device has to be started again.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -14,22 +14,24 @@ use super::blas::{Blas, Factor};
 use super::cache::KernelCache;
 use super::driver::{Context, CudaError, Driver};
 use super::kernels::{AttentionOperands, AttentionTables, Kernels, ScatterList};
+use super::landing::{InFlight, Landing};
 use super::library::SearchPath;
 use super::matrix::{Indices, MatrixView, MatrixViewMut};
-use super::memory::{Holders, Landing, Memory};
+use super::memory::{Holders, Memory};
 use super::nvrtc::Nvrtc;
 use super::operands::{self, Input, InputMatrix, Output, OutputMatrix};
 use super::staging::{Lent, Staging};
-use super::stream::Stream;
+use super::stream::{Event, Stream};
 use super::upload::Uploads;
 use super::weights::UNPACKED_BYTES;
 use crate::contract::HiddenDtype;
+use crate::device::check_capture;
 use crate::device::floats::{Place, PlaceMut};
 use crate::device::matrix::reach;
 use crate::device::{
-    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, AttentionPlan, AttentionShape, Buffer,
-    Device, Floats, FloatsMut, Gate, Matrix, MatrixMut, Products, RotaryTable, Routing, RowLoss,
-    StoredMatrix, TargetRow, Turn,
+    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, AttentionPlan, Buffer, Device, Floats,
+    FloatsMut, Gate, Matrix, MatrixMut, Products, RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow,
+    Turn,
 };
 
 /// What the factors of products are rounded to; sums are f32.
@@ -53,10 +55,12 @@ pub struct Cuda {
     /// Where captured states arrive on the host.
     landing: Landing,
     /// What the last attention saw, for layers that see the same.
-    last_plan: Mutex<Option<(AttentionShape, AttentionPlan, Arc<AttentionTables>)>>,
+    last_plan: Mutex<Option<(AttentionPlan, AttentionTables)>>,
     pub(super) blas: Blas,
     pub(super) kernels: Kernels,
     pub(super) stream: Stream,
+    /// For copies beside what is computed.
+    copies: Stream,
     pub(super) context: Arc<Context>,
     pub(super) precision: Precision,
 }
@@ -66,7 +70,7 @@ pub struct Cuda {
 pub(super) fn must<T>(result: Result<T, CudaError>) -> T {
     match result {
         Ok(value) => value,
-        Err(error) => panic!("the gpu failed: {error}"),
+        Err(error) => std::panic::panic_any(error),
     }
 }
 
@@ -94,10 +98,24 @@ impl Cuda {
             last_plan: Mutex::default(),
             blas: Blas::new(&context, search)?,
             kernels,
+            copies: Stream::new(&context)?,
             stream,
             context,
             precision,
         })
+    }
+
+    /// The stream of its operations.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// Its name, as the driver tells it.
+    ///
+    /// # Errors
+    /// If the driver does not.
+    pub fn name(&self) -> Result<String, CudaError> {
+        self.context.gpu().name()
     }
 
     /// What this rank holds of the GPU's memory, by name.
@@ -120,7 +138,7 @@ impl Cuda {
 
     fn send<T: Pod>(&self, from: &[T]) -> Lent<'_, T> {
         let mut to = self.room(from.len());
-        must(self.stream.upload(from, to.view_mut()));
+        must(self.stream.send(from, to.view_mut()));
         to
     }
 
@@ -268,6 +286,10 @@ impl Device for Cuda {
         work()
     }
 
+    fn finish(&self) {
+        must(self.stream.synchronize());
+    }
+
     fn products(&self) -> Products {
         match self.precision {
             Precision::F32 => Products::F32,
@@ -286,7 +308,7 @@ impl Device for Cuda {
     fn assign(&self, target: FloatsMut<'_>, source: Floats<'_>) {
         must(match (target.0, source.0) {
             (PlaceMut::Gpu(to), Place::Gpu(from)) => self.stream.copy(from, to),
-            (PlaceMut::Gpu(to), Place::Host(from)) => self.stream.upload(from, to),
+            (PlaceMut::Gpu(to), Place::Host(from)) => self.stream.send(from, to),
             (PlaceMut::Host(to), Place::Gpu(from)) => self.stream.download(from, to),
             (PlaceMut::Host(to), Place::Host(from)) => {
                 to.copy_from_slice(from);
@@ -306,37 +328,30 @@ impl Device for Cuda {
         });
     }
 
-    fn capture(&self, x: Matrix<'_>, dtype: HiddenDtype, out: &mut [u8], row_bytes: usize) {
+    fn capture(
+        &self,
+        x: Matrix<'_>,
+        dtype: HiddenDtype,
+        out: &mut [u8],
+        row_bytes: usize,
+    ) -> Option<InFlight<'_>> {
         let (rows, cols, bytes) = (x.rows, x.cols, x.cols * dtype.bytes());
-        assert!(
-            bytes <= row_bytes && (rows == 0 || out.len() >= (rows - 1) * row_bytes + bytes),
-            "memory for captured states"
-        );
+        check_capture(&x, dtype, out, row_bytes);
         if rows * bytes == 0 {
-            return;
+            return None;
         }
         let x = self.input_matrix(x);
-        must(self.landing.with(&self.context, rows * bytes, |landing| {
-            match dtype {
-                HiddenDtype::Bf16 => {
-                    let narrow = self.narrow(x.view(), rows, cols);
-                    self.stream
-                        .download(narrow.view(), bytemuck::cast_slice_mut(landing))?;
-                }
-                HiddenDtype::F32 => {
-                    let mut dense = self.room(rows * cols);
-                    let to = MatrixViewMut::new(dense.view_mut(), rows, cols);
-                    self.kernels.copy(&self.stream, x.view(), to)?;
-                    self.stream
-                        .download(dense.view(), bytemuck::cast_slice_mut(landing))?;
-                }
+        // A copy of its own: what it comes from changes with the next layer.
+        let source = match dtype {
+            HiddenDtype::Bf16 => self.narrow(x.view(), rows, cols).cast(),
+            HiddenDtype::F32 => {
+                let mut dense = self.room(rows * cols);
+                let to = MatrixViewMut::new(dense.view_mut(), rows, cols);
+                must(self.kernels.copy(&self.stream, x.view(), to));
+                dense.cast()
             }
-            // The machines that GPUs are in are little-endian, as the states are.
-            for (out, row) in out.chunks_mut(row_bytes).zip(landing.chunks_exact(bytes)) {
-                out[..bytes].copy_from_slice(row);
-            }
-            Ok(())
-        }));
+        };
+        Some(must(self.begin_landing(source, rows, bytes)))
     }
 
     fn first_beyond(&self, x: Matrix<'_>, largest: f32) -> Option<usize> {
@@ -555,19 +570,20 @@ impl Device for Cuda {
         out: FloatsMut<'_>,
         lse: FloatsMut<'_>,
     ) {
-        let tables = self.tables(attention);
         let inputs = self.attention_inputs(attention, inputs);
         let sinks = self.send(attention.sinks);
         let (mut out, mut lse) = (self.output(out), self.output(lse));
-        must(self.kernels.attention(
-            &self.stream,
-            &tables,
-            &operands_of(&inputs, attention.diagonals),
-            sinks.view(),
-            attention.softcap,
-            out.view_mut(),
-            lse.view_mut(),
-        ));
+        must(self.with_tables(attention, |tables| {
+            self.kernels.attention(
+                &self.stream,
+                tables,
+                &operands_of(&inputs, attention.diagonals),
+                sinks.view(),
+                attention.softcap,
+                out.view_mut(),
+                lse.view_mut(),
+            )
+        }));
         self.settle(out);
         self.settle(lse);
     }
@@ -584,7 +600,6 @@ impl Device for Cuda {
             attention.sinks.is_empty() && attention.softcap.is_none(),
             "only a draft's attention has a backward pass"
         );
-        let tables = self.tables(attention);
         let inputs = self.attention_inputs(attention, inputs);
         let diagonal_len = attention.diagonals * attention.plan.queries() * attention.shape.key_width();
         let mut targets = [
@@ -597,15 +612,17 @@ impl Device for Cuda {
         .map(|target| self.target(target));
         let mut delta = self.room(lse.len());
         let (lse, dout) = (self.input(lse), self.input(dout));
-        must(self.kernels.attention_backward(
-            &self.stream,
-            &tables,
-            &operands_of(&inputs, attention.diagonals),
-            lse.view(),
-            dout.view(),
-            targets.each_mut().map(Output::view_mut),
-            delta.view_mut(),
-        ));
+        must(self.with_tables(attention, |tables| {
+            self.kernels.attention_backward(
+                &self.stream,
+                tables,
+                &operands_of(&inputs, attention.diagonals),
+                lse.view(),
+                dout.view(),
+                targets.each_mut().map(Output::view_mut),
+                delta.view_mut(),
+            )
+        }));
         targets.into_iter().for_each(|target| self.settle(target));
     }
 
@@ -711,6 +728,33 @@ fn operands_of<'a>(inputs: &'a [Input<'_, '_>; 5], diagonals: usize) -> Attentio
 }
 
 impl Cuda {
+    /// Begins to bring rows to the host, beside what is computed next.
+    #[allow(unsafe_code)]
+    fn begin_landing<'d>(
+        &'d self,
+        source: Lent<'d, u8>,
+        rows: usize,
+        bytes: usize,
+    ) -> Result<InFlight<'d>, CudaError> {
+        let ready = Event::new(&self.context)?;
+        self.stream.record(&ready)?;
+        self.copies.wait_for(&ready)?;
+        let mut arrived = self.landing.lend(&self.context, rows * bytes)?;
+        // SAFETY: LANDING-1, both go into what is returned, and it waits for the mark before it gives them back.
+        let done = unsafe {
+            self.copies
+                .begin_download(source.view().part(0..rows * bytes), &mut arrived)?
+        };
+        Ok(InFlight {
+            landing: &self.landing,
+            arrived: Some(arrived),
+            source,
+            done,
+            rows,
+            bytes,
+        })
+    }
+
     fn attention_inputs<'a>(
         &self,
         attention: &Attention<'_>,
@@ -727,22 +771,27 @@ impl Cuda {
         .map(|operand| self.input(operand))
     }
 
-    /// The tables of a call: those of the last one if it saw the same.
-    fn tables(&self, attention: &Attention<'_>) -> Arc<AttentionTables> {
+    /// Calls `work` with the tables of a call: those of the last one if it saw the same.
+    fn with_tables(
+        &self,
+        attention: &Attention<'_>,
+        work: impl FnOnce(&AttentionTables) -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
         let (shape, plan) = (attention.shape, attention.plan);
         let mut last = self.last_plan.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((known_shape, known_plan, tables)) = &*last
-            && (*known_shape, known_plan) == (shape, plan)
-        {
-            return Arc::clone(tables);
-        }
-        let tables = Arc::new(must(AttentionTables::new(
-            &self.context,
-            &self.stream,
-            shape,
-            plan,
-        )));
-        *last = Some((shape, plan.clone(), Arc::clone(&tables)));
-        tables
+        let (_, tables) = match &mut *last {
+            Some(last) => {
+                if last.1.shape() != shape || last.0 != *plan {
+                    last.1.replace(&self.context, &self.stream, shape, plan)?;
+                    last.0.clone_from(plan);
+                }
+                last
+            }
+            none => {
+                let tables = AttentionTables::new(&self.context, &self.stream, shape, plan)?;
+                none.insert((plan.clone(), tables))
+            }
+        };
+        work(tables)
     }
 }

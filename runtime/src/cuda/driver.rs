@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute,
-    CUmodule, CUstream,
+    CUmodule, CUstream, CUuuid,
 };
 
 use super::library::{LibraryError, SearchPath, functions};
@@ -21,6 +21,7 @@ functions! {
         fn device_count as "cuDeviceGetCount" (count: *mut c_int);
         fn device_get as "cuDeviceGet" (device: *mut CUdevice, ordinal: c_int);
         fn device_name as "cuDeviceGetName" (name: *mut c_char, len: c_int, device: CUdevice);
+        fn device_uuid as "cuDeviceGetUuid_v2" (uuid: *mut CUuuid, device: CUdevice);
         fn device_memory as "cuDeviceTotalMem_v2" (bytes: *mut usize, device: CUdevice);
         fn device_attribute as "cuDeviceGetAttribute" (value: *mut c_int, attribute: CUdevice_attribute, device: CUdevice);
         fn can_access_peer as "cuDeviceCanAccessPeer" (can: *mut c_int, device: CUdevice, peer: CUdevice);
@@ -121,6 +122,14 @@ pub enum CudaError {
         /// The compiler's words.
         log: String,
     },
+}
+
+impl CudaError {
+    /// Whether the device, or the process's context on it, has failed: a new process may find it in order. Want of memory
+    /// and all else is the same whenever it is tried again.
+    pub fn is_passing(&self) -> bool {
+        matches!(self, Self::Call { code, .. } if *code != OUT_OF_MEMORY)
+    }
 }
 
 /// The driver, opened and initialised.
@@ -292,6 +301,49 @@ impl Gpu {
             (self.driver.table.device_memory)(&raw mut bytes, self.device)
         })?;
         Ok(bytes as u64)
+    }
+
+    /// What tells it from all others, as `CUDA_VISIBLE_DEVICES` takes it: `GPU-` or, of a part of a GPU, `MIG-` and 16 bytes
+    /// in hexadecimal digits.
+    ///
+    /// # Errors
+    /// If the driver does not say.
+    #[allow(unsafe_code)]
+    pub fn uuid(&self) -> Result<String, CudaError> {
+        let mut uuid = CUuuid { bytes: [0; 16] };
+        // SAFETY: writes 16 bytes.
+        self.driver.check("cuDeviceGetUuid_v2", unsafe {
+            (self.driver.table.device_uuid)(&raw mut uuid, self.device)
+        })?;
+        let kind = if self.is_part()? { "MIG" } else { "GPU" };
+        let mut text = kind.to_owned();
+        for (index, byte) in uuid.bytes.iter().enumerate() {
+            if matches!(index, 0 | 4 | 6 | 8 | 10) {
+                text.push('-');
+            }
+            text.push_str(&format!("{:02x}", *byte as u8));
+        }
+        Ok(text)
+    }
+
+    /// Whether it is a part of a GPU (MIG).
+    ///
+    /// # Errors
+    /// If the driver does not say.
+    pub fn is_part(&self) -> Result<bool, CudaError> {
+        // The driver calls a part so: "NVIDIA H200 MIG 1g.18gb".
+        Ok(self.name()?.contains(" MIG "))
+    }
+
+    /// Its place on the PCI bus, as the kernel names it: `0000:65:00.0`. Of a part, that of the whole.
+    ///
+    /// # Errors
+    /// If the driver does not say.
+    pub fn pci_address(&self) -> Result<String, CudaError> {
+        let domain = self.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)?;
+        let bus = self.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID)?;
+        let device = self.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)?;
+        Ok(format!("{domain:04x}:{bus:02x}:{device:02x}.0"))
     }
 
     /// One of its properties.

@@ -125,7 +125,7 @@ impl<'a> Indices<'a> {
     /// # Panics
     /// If the lengths differ.
     pub fn upload(stream: &Stream, rows: &[u32], mut to: ViewMut<'a, u32>) -> Result<Self, CudaError> {
-        stream.upload(rows, to.reborrow())?;
+        stream.send(rows, to.reborrow())?;
         Ok(Self {
             data: to.into_view(),
             end: rows.iter().max().map_or(0, |&row| row.saturating_add(1)),

@@ -462,30 +462,3 @@ impl fmt::Display for Holders {
         Ok(())
     }
 }
-
-/// Pinned memory of the host that grows to the largest transfer.
-#[derive(Debug, Default)]
-pub(super) struct Landing(Mutex<Option<Pinned<u8>>>);
-
-impl Landing {
-    /// Lends the first `bytes` of it.
-    ///
-    /// # Errors
-    /// If there is no room, or `work` fails.
-    pub(super) fn with<R>(
-        &self,
-        context: &Arc<Context>,
-        bytes: usize,
-        work: impl FnOnce(&mut [u8]) -> Result<R, CudaError>,
-    ) -> Result<R, CudaError> {
-        let mut pinned = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let memory = match &mut *pinned {
-            Some(memory) if memory.len() >= bytes => memory,
-            smaller => {
-                *smaller = None;
-                smaller.insert(Pinned::new(context, bytes)?)
-            }
-        };
-        work(&mut memory[..bytes])
-    }
-}

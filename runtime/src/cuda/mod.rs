@@ -4,7 +4,7 @@
 //! opens a shared object; [`Driver`], [`Gpu`] and [`Context`] are the driver's; [`Buffer`], [`Stream`], [`Module`] own
 //! what they name; [`Nvrtc`] and [`KernelCache`] make machine code of the texts in `kernels/`; [`Kernels`] launches it,
 //! one function per operation, with the shapes checked; [`Blas`] multiplies; [`Communicator`] sums over
-//! ranks.
+//! ranks, and [`GradientSums`] gradients while they are computed.
 //!
 //! Invariants of all kernels are those of [`crate::device`]: sums in an order that depends on shapes only, and rows that
 //! do not depend on the rows beside them.
@@ -14,6 +14,7 @@ mod cache;
 mod device;
 mod driver;
 mod kernels;
+mod landing;
 mod library;
 mod matrix;
 mod memory;
@@ -22,8 +23,10 @@ mod nccl;
 mod nvrtc;
 mod operands;
 mod programs;
+mod ring;
 mod staging;
 mod stream;
+mod sums;
 mod survey;
 mod upload;
 mod weights;
@@ -33,6 +36,7 @@ pub use cache::{CACHE_VARIABLE, KernelCache, Origin, Source};
 pub use device::{Cuda, Precision};
 pub use driver::{Context, CudaError, Driver, Gpu};
 pub use kernels::{AttentionOperands, AttentionTables, DeviceForm, Kernels, RowChoice, Scales, ScatterList};
+pub use landing::InFlight;
 pub use library::{Library, LibraryError, LibraryKind, PATH_VARIABLE, SearchPath};
 pub use matrix::{Indices, MatrixView, MatrixViewMut};
 pub use memory::{Buffer, Holders, Pinned, View, ViewMut};
@@ -41,6 +45,7 @@ pub use nccl::{Collectable, Communicator, Nccl, NcclError, Pending, UniqueId};
 pub use nvrtc::Nvrtc;
 pub use programs::Program;
 pub use stream::{Event, Stream};
+pub use sums::{Gradient, GradientSums, SumDevice, SumError, SumShape, SumWord, SumsAborter};
 pub use survey::{GpuFacts, GpuSurvey};
 pub use weights::GpuMatrix;
 pub(crate) use weights::UNPACKED_BYTES;

@@ -10,6 +10,7 @@
 mod error;
 
 use std::ffi::{c_char, c_int, c_void};
+use std::path::Path;
 use std::sync::{Arc, RwLock, mpsc};
 use std::time::{Duration, Instant};
 
@@ -51,7 +52,7 @@ const CONFIG_MAGIC: u32 = 0xcafe_beef;
 /// The version whose configuration we fill; newer ones take it, older ones read its beginning.
 const CONFIG_VERSION: u32 = 22_700;
 /// Between two looks at something that is still going on.
-const POLL: Duration = Duration::from_millis(1);
+const POLL: Duration = Duration::from_micros(50);
 /// For the abort of a communicator that nobody aborted.
 const LAST_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -91,6 +92,11 @@ impl Nccl {
     /// The file it was opened from.
     pub(super) fn library(&self) -> &super::library::Library {
         &self.table.library
+    }
+
+    /// The file it was opened from.
+    pub fn path(&self) -> &Path {
+        self.table.library.path()
     }
 
     /// Its version, `(major, minor, patch)`.
@@ -272,7 +278,10 @@ impl Communicator {
     }
 
     /// Whether nothing is still going on in NCCL itself.
-    fn is_settled(&self, what: &'static str) -> Result<bool, NcclError> {
+    ///
+    /// # Errors
+    /// If something failed in NCCL since it was asked last, or the communicator is aborted.
+    pub(super) fn is_settled(&self, what: &'static str) -> Result<bool, NcclError> {
         self.with(what, |raw| {
             let mut state = 0;
             // SAFETY: the communicator is alive, for the abort waits; writes one integer.
@@ -428,6 +437,11 @@ impl Drop for Communicator {
 }
 
 impl Pending<'_> {
+    /// The mark behind the collective, for somebody else to watch.
+    pub(super) fn into_event(self) -> Event {
+        self.done
+    }
+
     /// Whether it is done.
     ///
     /// # Errors

@@ -57,7 +57,7 @@ pub(super) fn input<'d, 'a>(
         Place::Gpu(view) => Ok(Input::There(view)),
         Place::Host(floats) => {
             let mut lent = staging.lend(floats.len())?;
-            stream.upload(floats, lent.view_mut())?;
+            stream.send(floats, lent.view_mut())?;
             Ok(Input::Sent(lent))
         }
     }
@@ -75,7 +75,7 @@ pub(super) fn output<'d, 'a>(
         PlaceMut::Host(floats) => {
             let mut lent = staging.lend(floats.len())?;
             if is_read {
-                stream.upload(floats, lent.view_mut())?;
+                stream.send(floats, lent.view_mut())?;
             }
             Ok(Output::Lent(lent, floats))
         }

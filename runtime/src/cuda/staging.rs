@@ -68,11 +68,21 @@ impl Staging {
     }
 }
 
-impl<T: Pod> Lent<'_, T> {
+impl<'a, T: Pod> Lent<'a, T> {
     pub(super) fn view(&self) -> View<'_, T> {
         match &self.buffer {
             Some(buffer) => buffer.view().typed(self.len),
             None => unreachable!("only a drop takes the buffer"),
+        }
+    }
+
+    /// The same memory for as many elements of another type as fit.
+    pub(super) fn cast<U: Pod>(mut self) -> Lent<'a, U> {
+        Lent {
+            from: self.from,
+            buffer: self.buffer.take(),
+            len: self.len * size_of::<T>() / size_of::<U>(),
+            element: PhantomData,
         }
     }
 

@@ -1,12 +1,13 @@
 //! Streams of work of a device, and marks in them.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::Pod;
 use cudarc::driver::sys::{CUevent, CUstream};
 
 use super::driver::{Context, CudaError};
-use super::memory::{View, ViewMut};
+use super::memory::{Pinned, View, ViewMut};
+use super::ring::Ring;
 
 /// Not synchronised with the default stream.
 const NON_BLOCKING: u32 = 1;
@@ -18,6 +19,8 @@ const NO_TIMING: u32 = 2;
 pub struct Stream {
     context: Arc<Context>,
     raw: CUstream,
+    /// Made when something small is sent.
+    ring: Mutex<Option<Ring>>,
 }
 
 #[allow(unsafe_code)]
@@ -43,6 +46,7 @@ impl Stream {
         Ok(Self {
             context: context.clone(),
             raw,
+            ring: Mutex::default(),
         })
     }
 
@@ -101,6 +105,40 @@ impl Stream {
         self.synchronize()
     }
 
+    /// Copies from the host, as later work of this stream sees it; `from` may be changed when it returns. Small copies
+    /// wait for nothing.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    #[allow(unsafe_code)]
+    pub fn send<T: Pod>(&self, from: &[T], to: ViewMut<'_, T>) -> Result<(), CudaError> {
+        assert_eq!(from.len(), to.len(), "lengths of an upload");
+        let bytes: &[u8] = bytemuck::cast_slice(from);
+        if bytes.len() > Ring::LARGEST || bytes.is_empty() {
+            return self.upload(from, to);
+        }
+        let table = self.context.bind()?;
+        let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
+        let ring = match &mut *ring {
+            Some(ring) => ring,
+            none => none.insert(Ring::new(&self.context)?),
+        };
+        let mark = || {
+            let event = Event::new(&self.context)?;
+            self.record(&event)?;
+            Ok(event)
+        };
+        ring.send(bytes, mark, |kept| {
+            // SAFETY: RING-1 keeps what is copied from as it is, and the ring lives until the stream has ended.
+            self.context.check("cuMemcpyHtoDAsync_v2", unsafe {
+                (table.copy_to_device)(to.address(), kept.as_ptr().cast(), kept.len(), self.raw)
+            })
+        })
+    }
+
     /// Copies from pinned memory of the host, and does not wait.
     ///
     /// # Errors
@@ -144,6 +182,33 @@ impl Stream {
             (table.copy_to_host)(to.as_mut_ptr().cast(), from.address(), size_of_val(to), self.raw)
         })?;
         self.synchronize()
+    }
+
+    /// Begins to copy to the host; the mark behind it.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    ///
+    /// # Panics
+    /// If there is less room.
+    ///
+    /// # Safety
+    /// Both must stay as they are, and alive, until the mark is reached.
+    #[allow(unsafe_code)]
+    pub(super) unsafe fn begin_download(
+        &self,
+        from: View<'_, u8>,
+        to: &mut Pinned<u8>,
+    ) -> Result<Event, CudaError> {
+        assert!(from.len() <= to.len(), "lengths of a download");
+        let table = self.context.bind()?;
+        let done = Event::new(&self.context)?;
+        // SAFETY: there is room, and the caller keeps both.
+        self.context.check("cuMemcpyDtoHAsync_v2", unsafe {
+            (table.copy_to_host)(to.as_mut_ptr().cast(), from.address(), from.len(), self.raw)
+        })?;
+        self.record(&done)?;
+        Ok(done)
     }
 
     /// Copies on the device.
@@ -218,7 +283,10 @@ impl Drop for Stream {
     #[allow(unsafe_code)]
     fn drop(&mut self) {
         if let Ok(table) = self.context.bind() {
-            // SAFETY: made once, destroyed once; the driver ends its work first.
+            // What copies out of the ring ends before the ring; an error has been told by whoever waited.
+            // SAFETY: the stream is alive.
+            unsafe { (table.stream_synchronize)(self.raw) };
+            // SAFETY: made once, destroyed once; nothing is under way.
             unsafe { (table.stream_destroy)(self.raw) };
         }
     }

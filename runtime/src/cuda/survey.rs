@@ -41,6 +41,10 @@ pub struct GpuFacts {
     pub device: String,
     /// Product name.
     pub name: String,
+    /// What tells it from all others, as `CUDA_VISIBLE_DEVICES` takes it.
+    pub uuid: Option<String>,
+    /// Its place on the PCI bus.
+    pub pci_address: Option<String>,
     /// Bytes of memory.
     pub memory_bytes: u64,
     /// Compute capability.
@@ -112,12 +116,12 @@ impl GpuSurvey {
         }
         for gpu in &gpus {
             let (major, minor) = gpu.capability()?;
-            let name = gpu.name()?;
             self.gpus.push(GpuFacts {
                 device: format!("cuda:{}", gpu.ordinal()),
-                // The driver calls a part so: "NVIDIA H200 MIG 1g.18gb".
-                is_part: name.contains(" MIG "),
-                name,
+                name: gpu.name()?,
+                uuid: gpu.uuid().ok(),
+                pci_address: gpu.pci_address().ok(),
+                is_part: gpu.is_part()?,
                 memory_bytes: gpu.memory()?,
                 capability: format!("{major}.{minor}"),
                 multiprocessors: gpu.multiprocessors()?,

@@ -339,6 +339,15 @@ impl Buffer {
         }
     }
 
+    /// The vector that it owns on the host; an empty one if it owns none.
+    #[must_use]
+    pub fn into_vec(self) -> Vec<f32> {
+        match self.0 {
+            Owned::Host(floats) => floats,
+            Owned::Shared(_) | Owned::Gpu { .. } => Vec::new(),
+        }
+    }
+
     /// Some of them, to read.
     ///
     /// # Panics

@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use super::cpu::multiply_add_rounds;
-use super::{Cpu, Device, Matrix, MatrixMut, ThreadsError};
+use super::{Buffer, Cpu, Device, Matrix, MatrixMut, ThreadsError};
 
 /// Bytes of a copy: far more than caches hold.
 const COPIED_BYTES: usize = 256 << 20;
@@ -12,6 +12,8 @@ const COPIED_BYTES: usize = 256 << 20;
 const ROUNDS: usize = 200_000;
 /// Time for each of the two.
 const BUDGET: Duration = Duration::from_millis(400);
+/// The longest product that is tried on a device.
+const LONGEST: Duration = Duration::from_millis(200);
 
 /// Best rates of some threads.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -59,6 +61,56 @@ impl MachineLimits {
     }
 }
 
+/// Best rates of a device with a memory of its own.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DeviceLimits {
+    /// A square product of its usual factors, two operations for a multiply-add.
+    pub product_flops_per_s: f64,
+    /// Bytes that a copy within its memory reads and writes.
+    pub memory_bytes_per_s: f64,
+}
+
+impl DeviceLimits {
+    /// Measures for about a second. The best of several looks counts.
+    pub fn measure(device: &impl Device) -> Self {
+        let buffer = |elements| {
+            let mut buffer = Buffer::default();
+            device.fit(&mut buffer, "measuring limits", elements);
+            device.fill(buffer.floats_mut(), 0.5);
+            buffer
+        };
+        let product = |side: usize| {
+            let (a, b, mut c) = (buffer(side * side), buffer(side * side), buffer(side * side));
+            best(BUDGET, || {
+                let c = MatrixMut::new(&mut c, side, side);
+                let (a, b) = (Matrix::new(&a, side, side), Matrix::new(&b, side, side));
+                device.gemm(c, a, b.transposed(), 1.0, false);
+                device.finish();
+                2.0 * (side as f64).powi(3)
+            })
+        };
+        // A slow device must not be given a product that takes minutes.
+        let mut product_flops_per_s = 0.0_f64;
+        for side in [256, 1024, 4096, 8192] {
+            product_flops_per_s = product_flops_per_s.max(product(side));
+            if 2.0 * (4.0 * side as f64).powi(3) / product_flops_per_s > LONGEST.as_secs_f64() {
+                break;
+            }
+        }
+        let elements = COPIED_BYTES / size_of::<f32>();
+        let (source, mut target) = (buffer(elements), buffer(elements));
+        let memory_bytes_per_s = best(BUDGET, || {
+            device.assign(target.floats_mut(), source.floats());
+            device.finish();
+            2.0 * COPIED_BYTES as f64
+        });
+        Self {
+            product_flops_per_s,
+            memory_bytes_per_s,
+        }
+    }
+}
+
 /// The best rate of what `run` says it did, over a budget of time and at least three runs.
 fn best(budget: Duration, mut run: impl FnMut() -> f64) -> f64 {
     let begun = Instant::now();
@@ -76,6 +128,15 @@ fn best(budget: Duration, mut run: impl FnMut() -> f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_slow_device_is_not_given_a_large_product() {
+        let limits = DeviceLimits::measure(&Cpu::new(1).expect("a thread"));
+        assert!(
+            limits.product_flops_per_s > 0.0 && limits.memory_bytes_per_s > 0.0,
+            "{limits:?}"
+        );
+    }
 
     #[test]
     fn the_best_of_several_runs_counts() {

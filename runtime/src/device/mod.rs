@@ -34,15 +34,16 @@ pub(crate) use cpu::widen_bf16;
 pub use cpu::{Cpu, NoAmx, PackedMatrix, ThreadsError};
 pub use encoded::{Encoded, EncodedForm, FloatKind, Keep, Kept, Plane, RowSteps};
 pub use floats::{Buffer, Floats, FloatsMut};
-pub use limits::MachineLimits;
+pub use limits::{DeviceLimits, MachineLimits};
 pub use matrix::{Elements, HostMatrix, HostMatrixMut, Matrix, MatrixMut, MatrixMutOf, MatrixOf};
 pub use products::{ProductKernel, Products};
 pub use rotary::{Pairing, RotaryTable, Turn};
 pub use routing::{ExpertGroups, Routing, Scoring};
 pub use stored::StoredMatrix;
-pub use timed::{OperationKind, Spent, Timed};
+pub use timed::{OperationKind, Spent, Timed, Watch};
 
 use crate::contract::HiddenDtype;
+use crate::cuda::InFlight;
 
 /// What a gated MLP does to its two inner products; gates are `g`, the others `u`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -97,6 +98,15 @@ pub struct AdamWUpdate {
     pub gradient_scale: f32,
 }
 
+#[track_caller]
+pub(crate) fn check_capture(x: &Matrix<'_>, dtype: HiddenDtype, out: &[u8], row_bytes: usize) {
+    let bytes = x.cols * dtype.bytes();
+    assert!(
+        bytes <= row_bytes && (x.rows == 0 || out.len() >= (x.rows - 1) * row_bytes + bytes),
+        "memory for captured states"
+    );
+}
+
 /// The operations a draft and a verifier are made of. All floats are `f32` unless a signature says otherwise.
 pub trait Device: Send + Sync + 'static {
     /// Runs `work` where the device's operations start fastest; operations called inside `work` are unchanged.
@@ -109,6 +119,9 @@ pub trait Device: Send + Sync + 'static {
 
     /// Says which part of the work comes next: for profilers, and for [`Timed`]. Changes nothing else.
     fn stage(&self, _name: &'static str) {}
+
+    /// Waits until everything asked for so far is done.
+    fn finish(&self) {}
 
     /// What operands of products are really rounded to.
     fn products(&self) -> Products {
@@ -126,7 +139,17 @@ pub trait Device: Send + Sync + 'static {
     fn fill(&self, x: FloatsMut<'_>, value: f32);
 
     /// Writes states to the host: row `i` of `x` `[rows, n]`, in `dtype`, little-endian, to `out[i · row_bytes..]`.
-    fn capture(&self, x: Matrix<'_>, dtype: HiddenDtype, out: &mut [u8], row_bytes: usize);
+    ///
+    /// If something is returned, nothing is written yet: it writes them when it is told to [land](InFlight::land), and
+    /// until then the device may compute.
+    #[must_use]
+    fn capture(
+        &self,
+        x: Matrix<'_>,
+        dtype: HiddenDtype,
+        out: &mut [u8],
+        row_bytes: usize,
+    ) -> Option<InFlight<'_>>;
 
     /// The first row of `x` `[rows, n]` with an element that is no number or larger than `largest` in magnitude.
     fn first_beyond(&self, x: Matrix<'_>, largest: f32) -> Option<usize>;

@@ -2,7 +2,8 @@
 //!
 //! Invariant TIMED-1: results are those of the device within; only the clock is read beside it.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use super::{
@@ -10,6 +11,7 @@ use super::{
     Matrix, MatrixMut, Products, RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow, Turn,
 };
 use crate::contract::HiddenDtype;
+use crate::cuda::InFlight;
 
 /// What an operation mostly does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -47,7 +49,26 @@ pub struct Spent {
 #[derive(Debug)]
 pub struct Timed<D> {
     within: D,
+    watch: Arc<Watch>,
+}
+
+/// The clock of a [`Timed`], for who does not have the device itself.
+#[derive(Debug)]
+pub struct Watch {
+    is_on: AtomicBool,
     spent: Mutex<(&'static str, Vec<Spent>)>,
+}
+
+impl Watch {
+    /// Keeps time from now on, or not. A device that does not wait for its operations has to while time is kept.
+    pub fn keep_time(&self, is_on: bool) {
+        self.is_on.store(is_on, Ordering::Relaxed);
+    }
+
+    /// What was spent since the last call, in the order of first use.
+    pub fn take(&self) -> Vec<Spent> {
+        std::mem::take(&mut *self.spent.lock().unwrap_or_else(PoisonError::into_inner)).1
+    }
 }
 
 impl<D: Device> Timed<D> {
@@ -55,7 +76,10 @@ impl<D: Device> Timed<D> {
     pub fn new(within: D) -> Self {
         Self {
             within,
-            spent: Mutex::default(),
+            watch: Arc::new(Watch {
+                is_on: AtomicBool::new(true),
+                spent: Mutex::default(),
+            }),
         }
     }
 
@@ -64,16 +88,20 @@ impl<D: Device> Timed<D> {
         &self.within
     }
 
-    /// What was spent since the last call, in the order of first use.
-    pub fn take(&self) -> Vec<Spent> {
-        std::mem::take(&mut *self.spent.lock().unwrap_or_else(PoisonError::into_inner)).1
+    /// Its clock.
+    pub fn watch(&self) -> &Arc<Watch> {
+        &self.watch
     }
 
     fn time<R>(&self, kind: OperationKind, work: Work, operation: impl FnOnce(&D) -> R) -> R {
+        if !self.watch.is_on.load(Ordering::Relaxed) {
+            return operation(&self.within);
+        }
         let begun = Instant::now();
         let result = operation(&self.within);
+        self.within.finish();
         let seconds = begun.elapsed().as_secs_f64();
-        let (stage, all) = &mut *self.spent.lock().unwrap_or_else(PoisonError::into_inner);
+        let (stage, all) = &mut *self.watch.spent.lock().unwrap_or_else(PoisonError::into_inner);
         let known = all
             .iter_mut()
             .find(|spent| spent.stage == *stage && spent.kind == kind);
@@ -136,11 +164,15 @@ impl<D: Device> Device for Timed<D> {
 
     fn stage(&self, name: &'static str) {
         self.within.stage(name);
-        self.spent.lock().unwrap_or_else(PoisonError::into_inner).0 = name;
+        self.watch.spent.lock().unwrap_or_else(PoisonError::into_inner).0 = name;
     }
 
     fn is_host(&self) -> bool {
         self.within.is_host()
+    }
+
+    fn finish(&self) {
+        self.within.finish();
     }
 
     fn products(&self) -> Products {
@@ -169,9 +201,18 @@ impl<D: Device> Device for Timed<D> {
         self.time(OperationKind::Move, work, |d| d.fill(x, value));
     }
 
-    fn capture(&self, x: Matrix<'_>, dtype: HiddenDtype, out: &mut [u8], row_bytes: usize) {
+    fn capture(
+        &self,
+        x: Matrix<'_>,
+        dtype: HiddenDtype,
+        out: &mut [u8],
+        row_bytes: usize,
+    ) -> Option<InFlight<'_>> {
         let work = pass(2 * x.rows * x.cols);
-        self.time(OperationKind::Move, work, |d| d.capture(x, dtype, out, row_bytes));
+        let within = &self.within;
+        self.time(OperationKind::Move, work, |_| {
+            within.capture(x, dtype, out, row_bytes)
+        })
     }
 
     fn first_beyond(&self, x: Matrix<'_>, largest: f32) -> Option<usize> {
@@ -409,7 +450,7 @@ mod tests {
         }
         device.scale(FloatsMut::from(&mut c), 2.0);
         assert_eq!(c, [12.0; 8], "TIMED-1");
-        let spent = device.take();
+        let spent = device.watch().take();
         let seen: Vec<_> = spent
             .iter()
             .map(|spent| (spent.stage, spent.kind, spent.flops, spent.bytes))
@@ -423,6 +464,6 @@ mod tests {
                 ("one", OperationKind::Elementwise, 0.0, 64.0)
             ]
         );
-        assert!(device.take().is_empty());
+        assert!(device.watch().take().is_empty());
     }
 }

@@ -109,6 +109,30 @@ impl ParameterLayout {
         })
     }
 
+    /// Stretches of the gradient, in the order in which the backward pass finishes them.
+    pub fn final_order(&self) -> Vec<Range<usize>> {
+        let p = &self.places;
+        let norms = [&p.norm, &p.post_norm, &p.hidden_norm, &p.q_norm, &p.k_norm];
+        let weights = [
+            &p.down,
+            &p.up,
+            &p.gate,
+            &p.o,
+            &p.input_norm,
+            &p.v,
+            &p.k,
+            &p.q,
+            &p.fc,
+        ];
+        norms
+            .into_iter()
+            .chain(weights)
+            .chain(&p.fc_norms)
+            .filter(|place| !place.is_empty())
+            .cloned()
+            .collect()
+    }
+
     /// All tensors, in order.
     pub fn tensors(&self) -> &[TensorSlot] {
         &self.tensors

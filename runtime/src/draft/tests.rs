@@ -400,6 +400,8 @@ fn each_parameter_becomes_final_once() {
                 assert_eq!(values[..], gradient[range.clone()], "{layer:?}, {range:?}");
             }
             assert!(told.len() > 10, "not all at the end");
+            let order: Vec<_> = told.into_iter().map(|(range, _)| range).collect();
+            assert_eq!(order, draft.layout().final_order(), "{layer:?}");
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Loading a verifier, and the hidden states of packed rows.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::path::Path;
 
@@ -228,6 +229,7 @@ impl<D: Device> Verifier<D> {
             assert_eq!(out.len(), self.captured_bytes(row.len(), dtype));
         }
         let mut captured = out;
+        let mut in_flight = VecDeque::new();
         let (state_bytes, row_bytes) = (hidden * dtype.bytes(), own.len() * hidden * dtype.bytes());
         let last = self.config().layers as u32;
         let slots: Vec<u32> = self.aux_layers.iter().copied().chain([last]).collect();
@@ -237,11 +239,24 @@ impl<D: Device> Verifier<D> {
                 if slots[slot] != layer {
                     continue;
                 }
-                if let Some(states) = captured.get_mut(state * state_bytes..) {
-                    device.capture(residual, dtype, states, row_bytes);
+                let Some(states) = captured.get_mut(state * state_bytes..) else {
+                    continue;
+                };
+                let landing = device.capture(residual, dtype, states, row_bytes);
+                in_flight.extend(landing.map(|landing| (state, landing)));
+                while in_flight.len() > IN_FLIGHT
+                    && let Some((state, landing)) = in_flight.pop_front()
+                {
+                    landing.land(&mut captured[state * state_bytes..], row_bytes);
                 }
             }
-        })
+        })?;
+        for (state, landing) in in_flight {
+            if let Some(captured) = &mut captured {
+                landing.land(&mut captured[state * state_bytes..], row_bytes);
+            }
+        }
+        Ok(())
     }
 
     /// The residual stream of a row entering each layer of this shard, each `[tokens, H]`, and leaving the last layer of all.
@@ -310,12 +325,12 @@ impl<D: Device> Verifier<D> {
     }
 
     /// Runs the layers over a row; `capture` sees what enters each layer and what leaves the last.
-    fn run(
-        &mut self,
+    fn run<'s>(
+        &'s mut self,
         row: &PackedRow,
         dtype: HiddenDtype,
         peers: &mut impl Peers,
-        mut capture: impl FnMut(&D, u32, Matrix<'_>) + Send,
+        mut capture: impl FnMut(&'s D, u32, Matrix<'_>) + Send,
     ) -> Result<(), VerifierError> {
         if !row.is_consistent() {
             return Err(VerifierError::Row {
@@ -399,6 +414,9 @@ impl<D: Device> Verifier<D> {
         }
     }
 }
+
+/// Captured states that a device may still be sending when the next ones are captured: they take memory at both ends.
+const IN_FLIGHT: usize = 2;
 
 /// The attention plans of a pass: one for each window that some layer has.
 pub(super) struct Plans {

@@ -8,7 +8,7 @@ use half::{bf16, f16};
 
 use super::linear::{Linear, Stored};
 use super::stored::Form;
-use crate::cuda::{Cuda, GpuMatrix, Precision};
+use crate::cuda::{Cuda, CudaError, GpuMatrix, Precision};
 use crate::device::{Cpu, Device, Matrix, MatrixMut, Products, StoredMatrix};
 use crate::weights::{BlockFormat, Dtype, Encoding, MappedFile, RowOrder, TensorView};
 
@@ -477,5 +477,5 @@ fn load_without_room() {
         kept.iter().for_each(|weights| gpu.keep(weights));
     }));
     let why = loading.expect_err("there is no room for all");
-    println!("{}", why.downcast_ref::<String>().expect("a message"));
+    println!("{}", why.downcast_ref::<CudaError>().expect("the driver's answer"));
 }

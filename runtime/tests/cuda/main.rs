@@ -13,6 +13,7 @@ mod faults;
 mod products;
 mod rows;
 mod stack;
+mod sums;
 mod whole;
 
 use cases::Cases;

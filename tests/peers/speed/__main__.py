@@ -73,10 +73,11 @@ def train(arguments):
         key: getattr(arguments, key)
         for key in "hidden intermediate heads kv_heads head_dim vocab draft_vocab tokens documents ttt_steps layer".split()
     }
-    words = [word for key, value in shape.items() for word in (f"--{key.replace('_', '-')}", value)]
+    words = ["--device", arguments.device]
+    words += [word for key, value in shape.items() for word in (f"--{key.replace('_', '-')}", value)]
     for dtype in arguments.dtype:
         note(f"train {dtype}: which of the peers' variants is fastest")
-        case = {"case": "train", "dtype": dtype, "repeats": arguments.repeats, **shape}
+        case = {"case": "train", "dtype": dtype, "repeats": arguments.repeats, "device": arguments.device, **shape}
         variants = {
             f"{attention}{' compiled' if compiled else ''}": case | {"attention": attention, "compile": compiled}
             for attention, compiled in product(arguments.attention, arguments.compile)
@@ -93,12 +94,13 @@ def train(arguments):
 def extract(arguments):
     """Tokens/s of a verifier's hidden states."""
     lines = []
-    words = ["--verifier", arguments.verifier, "--tokens", arguments.tokens, "--documents", arguments.documents]
+    words = ["--device", arguments.device, "--verifier", arguments.verifier, "--tokens", arguments.tokens, "--documents", arguments.documents]
     for dtype in arguments.dtype:
         note(f"extract {dtype}: which of the peers' variants is fastest")
         case = {
             "case": "extract",
             "dtype": dtype,
+            "device": arguments.device,
             "repeats": arguments.repeats,
             "verifier": str(arguments.verifier),
             "tokens": arguments.tokens,
@@ -121,18 +123,19 @@ def extract(arguments):
 
 
 def tokens_per_second(arguments, name, unit, case, ours, dtype, **facts):
-    """Rounds of a case whose calls (`unit` in eaglet's JSON) are over `tokens` tokens."""
+    """Rounds of a case whose calls (`unit` in eaglet's JSON) are over `tokens` tokens. Memory is the GPU's where one computes."""
     with Peer(case, arguments) as peer:
         pairs = in_turn(arguments.rounds, peer.measure, None if arguments.peers_only else ours)
     theirs, mine = [], []
     for peers, values, _ in pairs:
         tokens = peers["tokens"]
-        theirs.append((tokens / middle(peers["seconds"]), peers["cpu_seconds"] / tokens, peers["peak_bytes"]))
+        memory = "peak_bytes" if "device_bytes" not in peers else "device_bytes"
+        theirs.append((tokens / middle(peers["seconds"]), peers["cpu_seconds"] / tokens, peers[memory]))
         if values is not None:
             if values["dtype"] != dtype:
                 raise SystemExit(f"eaglet bench {name} computed in {values['dtype']}, not {dtype}")
             cpu = values[f"cpu_seconds_per_{unit}"] / tokens
-            mine.append((values["tokens_per_s"]["median"], cpu, values["peak_bytes"]))
+            mine.append((values["tokens_per_s"]["median"], cpu, values[memory]))
     busy = [pair[2] for pair in pairs]
     return comparison(f"{name} {dtype}", "tokens/s", theirs, mine, busy, dtype=dtype, **facts, rounds=pairs)
 
@@ -140,7 +143,7 @@ def tokens_per_second(arguments, name, unit, case, ours, dtype, **facts):
 def end_to_end(arguments):
     """Tokens/s from chats to a trained draft: streaming against files that are written first and then trained from."""
     dtype = arguments.dtype
-    words = ["--verifier", arguments.verifier, "--samples", arguments.samples]
+    words = ["--device", arguments.device, "--verifier", arguments.verifier, "--samples", arguments.samples]
     words += ["--tokens-per-row", arguments.tokens_per_row, "--steps", arguments.steps, *arguments.eaglet_argument]
     tokens = arguments.steps * arguments.tokens_per_row
 
@@ -228,12 +231,14 @@ def options():
     case.add_argument("--layer", choices=["llama", "qwen3"], default="llama")
     case.add_argument("--attention", type=commas, default=ATTENTION, help=f"the peers' (default: {','.join(ATTENTION)})")
     case.add_argument("--compile", type=switches, default=[False, True], help="torch.compile: off, on or both (default: off,on)")
+    case.add_argument("--device", default="cpu", help="cpu, or cuda:N: of both sides")
     case.set_defaults(run=train)
 
     case = cases.add_parser("extract", parents=[common(both)], help=extract.__doc__)
     case.add_argument("--verifier", **model)
     case.add_argument("--tokens", type=int, default=1024, help="of all documents together")
     case.add_argument("--documents", type=int, default=4)
+    case.add_argument("--device", default="cpu", help="cpu, or cuda:N: of both sides")
     case.set_defaults(run=extract)
 
     case = cases.add_parser("end-to-end", parents=[common(["f32"])], help=end_to_end.__doc__)

@@ -15,9 +15,10 @@ def captured_layers(layers):
 class Verifier:
     """A verifier as transformers runs it."""
 
-    def __init__(self, folder, dtype, attention="sdpa"):
+    def __init__(self, folder, dtype, attention="sdpa", device="cpu"):
         self.config = AutoConfig.from_pretrained(folder)
-        self.model = AutoModel.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation=attention).eval()
+        self.model = AutoModel.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation=attention)
+        self.model = self.model.eval().to(device)
         self.layers = captured_layers(self.config.num_hidden_layers)
         # transformers returns the last state after the final norm; a draft is trained on what enters it.
         self.model.norm.register_forward_pre_hook(self._keep)
@@ -33,10 +34,10 @@ class Verifier:
 
 
 def prepare(case):
-    verifier = Verifier(case["verifier"], case["dtype"], case["attention"])
+    verifier = Verifier(case["verifier"], case["dtype"], case["attention"], case["device"])
     generator = torch.Generator().manual_seed(0)
     tokens, documents = case["tokens"], case["documents"]
-    token_ids = torch.randint(0, verifier.config.vocab_size, (tokens,), generator=generator)
+    token_ids = torch.randint(0, verifier.config.vocab_size, (tokens,), generator=generator).to(case["device"])
     if case["together"]:
         parts = [token_ids.reshape(documents, -1)]
     else:
@@ -45,7 +46,8 @@ def prepare(case):
 
     def forward():
         for part in parts:
-            verifier.states(part)
+            # States are handed on from the host's memory, as eaglet does.
+            verifier.states(part).to("cpu", torch.bfloat16)
 
     forward()
-    return lambda: {**repeat(forward, case["repeats"]), "tokens": tokens}
+    return lambda: {**repeat(forward, case["repeats"], case["device"]), "tokens": tokens}

@@ -1,7 +1,7 @@
 """speculators' own EAGLE-3 step: their model, loss and optimizer as their trainer calls them.
 
 Forward over all TTT steps, backward, clipping to norm 1, AdamW. Weights are f32; bf16 is autocast around the forward pass and
-bf16 hidden states, which is what their trainer does. Their fused losses need a GPU, so the loss is their eager one.
+bf16 hidden states, which is what their trainer does. Their fused losses need a GPU; on a CPU the loss is their eager one.
 """
 
 import torch
@@ -69,15 +69,16 @@ def batch(case, dtype):
 def prepare(case):
     torch.manual_seed(0)
     dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[case["dtype"]]
-    model = draft(case)
+    device = case["device"]
+    model = draft(case).to(device)
     (optimizer,) = build_optimizers(model, TrainerConfig(lr=1e-3, num_epochs=1, save_path="", optimizer="adamw"))
     forward = torch.compile(model) if case["compile"] else model
-    row = batch(case, dtype)
-    loss_config = resolve_loss_config("kl_div", "eager")
+    row = {name: values.to(device) for name, values in batch(case, dtype).items()}
+    loss_config = resolve_loss_config("kl_div", "eager" if device == "cpu" else "fused")
     losses = []
 
     def step():
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+        with torch.autocast(device.split(":")[0], dtype=dtype, enabled=dtype != torch.float32):
             _, loss, _ = forward(**row, ttt_steps=case["ttt_steps"], ttt_step_loss_decay=1.0, loss_config=loss_config)
         optimizer.zero_grad()
         loss.backward()
@@ -91,7 +92,7 @@ def prepare(case):
 
     def measure():
         del losses[:]
-        times = repeat(step, case["repeats"])
+        times = repeat(step, case["repeats"], device)
         if not all(map(torch.isfinite, map(torch.tensor, losses))):
             raise RuntimeError(f"losses are not finite: {losses}")
         return {**times, "tokens": case["tokens"], "trained_parameters": parameters, "loss": losses[-1]}

@@ -41,6 +41,10 @@ faults! {
     PathBlocked = "path between ranks blocked",
     /// A link between two ranks breaks.
     LinkBroken = "link between ranks broken",
+    /// NCCL fails at a member of a group whose members all live.
+    CollectiveTorn = "collective torn",
+    /// A rank cannot end its part in a collective, and ends itself.
+    AbortStuck = "abort stuck",
     /// A rank is killed.
     RankKilled = "rank killed",
     /// A rank is killed in the middle of handling something, with part of its effects out.

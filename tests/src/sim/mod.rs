@@ -5,12 +5,13 @@
 //! replayed. After every event the invariants of [`invariants`] are checked.
 //!
 //! Files: [`plan`] what a seed decides, [`world`] the schedule, `clock` and `dice` its time and its luck, `network` streams
-//! and links, `rank`, `verifier` and `draft` the fake processes, `host` and `intake` the coordinator's process, `disk` what
+//! and links, [`collective`] NCCL, `rank`, `verifier` and `draft` the fake processes, `host` and `intake` the coordinator's process, `disk` what
 //! outlives it, [`fault`] and `strike` what goes wrong, `corpus` and [`weights`] samples and arithmetic, [`batch`] many
 //! schedules at once.
 
 pub mod batch;
 pub mod clock;
+pub mod collective;
 pub mod corpus;
 pub mod dice;
 pub mod disk;

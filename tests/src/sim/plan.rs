@@ -1,6 +1,7 @@
 //! What a seed decides before anything happens: the cluster, its samples, and which faults there will be at what rates.
 
 use eaglet_actors::engine::{Fall, LearningRate, RestartPolicy, Settings, WhenExhausted};
+use eaglet_runtime::collective::SumMode;
 use eaglet_runtime::contract::{Contract, HiddenDtype};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::Seat;
@@ -31,6 +32,8 @@ pub struct Plan {
     pub latency_ms: u64,
     /// Stages that capture nothing, as bits; the last one always does.
     pub silent_stages: u16,
+    /// Draft ranks sum over NCCL, not over links.
+    pub sums_over_nccl: bool,
     /// When all faults stop.
     pub calm_ms: u64,
     /// The faults.
@@ -50,6 +53,8 @@ pub struct Faults {
     pub reorder_one_in: u32,
     /// Faults that come by themselves, with the mean time between two of them.
     pub timed: Vec<(Fault, u64)>,
+    /// One in so many ends of a part in a collective never comes to its end.
+    pub stuck_abort_one_in: u32,
     /// One in so many crashes leaves ranks behind for a while.
     pub linger_one_in: u32,
     /// One in so many kills of a hung rank does not reach it.
@@ -91,7 +96,7 @@ impl Faults {
 }
 
 /// Kinds that a schedule draws independently of each other.
-const KINDS: u64 = 22;
+const KINDS: u64 = 23;
 
 impl Plan {
     /// The schedule of a seed.
@@ -142,6 +147,7 @@ impl Plan {
             held_out: 3,
             latency_ms: 1,
             silent_stages: 0,
+            sums_over_nccl: false,
             calm_ms: shape.until_ms,
             faults: Faults::default(),
         }
@@ -159,6 +165,14 @@ impl Plan {
             ..sharded
         };
         plan
+    }
+
+    /// [`Self::small`], with sums over NCCL.
+    pub fn small_over_nccl() -> Self {
+        Self {
+            sums_over_nccl: true,
+            ..Self::small()
+        }
     }
 
     /// Whether a stage of the verifier captures states.
@@ -228,6 +242,7 @@ impl Plan {
             held_out: dice.pick(&[0, 0, 1, 2, 5]) as u32,
             latency_ms: dice.between(0, 3),
             silent_stages: dice.pick(&[0, 0, 0b1, 0b10, 0b111]),
+            sums_over_nccl: dice.one_in(2),
             calm_ms,
             faults,
         }
@@ -289,6 +304,10 @@ impl Plan {
                 let end = dice.pick(&[Fault::Drained, Fault::Drained, Fault::Stopped]);
                 faults.timed.push((end, rarely_ms(dice)));
             }
+            21 => {
+                faults.timed.push((Fault::CollectiveTorn, every_ms(dice)));
+                faults.stuck_abort_one_in = dice.pick(&[0, 3, 10]);
+            }
             _ => {
                 if dice.one_in(3) {
                     faults
@@ -340,6 +359,7 @@ fn settings(lanes: u16, drafts: u16, verifiers: u16) -> Settings {
         open: false,
         contract: contract(),
         recipe: Digest::of(b"recipe"),
+        sums: SumMode::Exact,
         tokens_per_row: TOKENS_PER_ROW,
         passes: 1,
         step_limit: None,

@@ -7,6 +7,7 @@ use eaglet_runtime::control::{Activity, Beat, CoordinatorCommand, RankEvent};
 use eaglet_runtime::ids::{Epoch, Generation, Role, Seat};
 use eaglet_runtime::verifier::Shard;
 
+use super::collective::{MeetingId, Word};
 use super::draft::Draft;
 use super::fault::Fault;
 use super::network::{Direction, Link, Parcel};
@@ -34,6 +35,13 @@ pub enum Input {
         generation: Generation,
         /// The epoch that it was made for.
         epoch: Epoch,
+    },
+    /// NCCL has something to tell.
+    Collective {
+        /// Of which meeting.
+        meeting: MeetingId,
+        /// What.
+        word: Word,
     },
 }
 
@@ -442,6 +450,7 @@ impl World {
         rank.early.clear();
         rank.worker = None;
         self.break_links_of(id);
+        self.leave_all(id);
         let rank = &self.ranks[id];
         if !rank.given_up && Some(rank.launch) == self.launch() {
             let wait_ms = self.dice.between(1, 3);
@@ -470,6 +479,6 @@ fn cost(input: &Input) -> (Option<Activity>, u64) {
             CoordinatorCommand::Evaluate => (Some(Activity::Evaluating), 6),
             _ => (None, 0),
         },
-        Input::Bulk(_) | Input::Closed { .. } => (None, 0),
+        Input::Bulk(_) | Input::Closed { .. } | Input::Collective { .. } => (None, 0),
     }
 }

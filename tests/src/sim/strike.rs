@@ -133,6 +133,7 @@ impl World {
                 });
             }
             Fault::LinkBroken if self.break_a_link(id) => self.counts.note(fault),
+            Fault::CollectiveTorn if self.tear_a_meeting(id) => self.counts.note(fault),
             _ => {}
         }
     }

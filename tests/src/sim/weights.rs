@@ -65,12 +65,18 @@ pub fn gradient_of(content: u64) -> [f32; ELEMENTS] {
 
 /// The mean over the rows of a step, in the order of their lanes.
 pub fn mean(contents: &[u64]) -> [f32; ELEMENTS] {
+    let gradients: Vec<_> = contents.iter().map(|&content| gradient_of(content)).collect();
+    sum(&gradients)
+}
+
+/// The mean of gradients, added in their order.
+pub fn sum(gradients: &[[f32; ELEMENTS]]) -> [f32; ELEMENTS] {
     let mut sum = [0.0; ELEMENTS];
-    for &content in contents {
-        for (sum, value) in sum.iter_mut().zip(gradient_of(content)) {
+    for gradient in gradients {
+        for (sum, value) in sum.iter_mut().zip(gradient) {
             *sum += value;
         }
     }
-    let scale = 1.0 / contents.len() as f32;
+    let scale = 1.0 / gradients.len() as f32;
     sum.map(|value| value * scale)
 }

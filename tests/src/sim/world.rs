@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use eaglet_runtime::control::{CoordinatorCommand, RankEvent};
 
 use super::clock::Clock;
+use super::collective::Meeting;
 use super::dice::{Dice, mix};
 use super::disk::{Disk, Keep};
 use super::fault::{Fault, FaultCounts};
@@ -39,6 +40,8 @@ pub enum What {
     Bulk(RankId, Parcel),
     /// A link to a rank broke.
     Closed(RankId, Box<Input>),
+    /// NCCL tells a rank something.
+    Word(RankId, Box<Input>),
     /// A compute thread is done with what it does.
     Work(RankId),
     /// A rank beats.
@@ -137,6 +140,8 @@ pub struct World {
     pub(super) disk: Disk,
     pub(super) ranks: Vec<Rank>,
     pub(super) paths: Vec<Path>,
+    /// All meetings over NCCL, from the first on.
+    pub(super) meetings: Vec<Meeting>,
     pub(super) coordinator: Option<Coordinator>,
     pub(super) intake: Intake,
     pub(super) checks: Checks,
@@ -181,6 +186,7 @@ impl World {
             disk: Disk::new(plan.keep),
             ranks: Vec::new(),
             paths: Vec::new(),
+            meetings: Vec::new(),
             coordinator: None,
             intake: Intake::default(),
             checks,
@@ -349,7 +355,7 @@ impl World {
             What::Dial(id) => self.dial(id),
             What::Down(id, command) => self.command_arrived(id, command),
             What::Bulk(id, parcel) => self.input(id, Input::Bulk(parcel)),
-            What::Closed(id, input) => self.input(id, *input),
+            What::Closed(id, input) | What::Word(id, input) => self.input(id, *input),
             What::Work(id) => self.work(id),
             What::Beat(id) => self.beat(id),
             What::StreamBroken(id) => self.break_stream(id),

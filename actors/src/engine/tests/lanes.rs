@@ -6,21 +6,27 @@ use eaglet_runtime::ids::{Epoch, Generation, Role, Seat, Step};
 use eaglet_runtime::samples::Location;
 
 use super::setup::settings;
-use crate::engine::{Command, Engine, Event, SeatChange};
+use crate::engine::{Command, Engine, Event, Outcome, SeatChange};
 use crate::journal::{Record, SampleSource};
 
 /// Ranks that do at once what they are told, and no verifier: the group forms, and no step ever begins.
-struct Group {
-    engine: Engine,
-    records: Vec<Record>,
+pub(super) struct Group {
+    pub(super) engine: Engine,
+    pub(super) records: Vec<Record>,
     owners: Vec<u16>,
-    members: Vec<u16>,
-    epoch: Epoch,
-    now_ms: u64,
+    pub(super) members: Vec<u16>,
+    pub(super) epoch: Epoch,
+    pub(super) now_ms: u64,
+    /// Whether members of an epoch say that they can reach each other.
+    pub(super) meets: bool,
+    /// What was told besides, and to whom.
+    pub(super) told: Vec<(Seat, CoordinatorCommand)>,
+    pub(super) killed: Vec<Seat>,
+    pub(super) outcome: Option<Outcome>,
 }
 
 impl Group {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let mut group = Self {
             engine: Engine::new(settings(), &[], 0).expect("an empty journal contradicts nothing"),
             records: Vec::new(),
@@ -28,6 +34,10 @@ impl Group {
             members: Vec::new(),
             epoch: Epoch::default(),
             now_ms: 0,
+            meets: true,
+            told: Vec::new(),
+            killed: Vec::new(),
+            outcome: None,
         };
         let commands = group.engine.launch();
         group.obey(commands);
@@ -52,13 +62,13 @@ impl Group {
         group
     }
 
-    fn feed(&mut self, event: Event) {
+    pub(super) fn feed(&mut self, event: Event) {
         self.now_ms += 10;
         let commands = self.engine.handle(self.now_ms, event);
         self.obey(commands);
     }
 
-    fn say(&mut self, seat: Seat, generation: Generation, event: RankEvent) {
+    pub(super) fn say(&mut self, seat: Seat, generation: Generation, event: RankEvent) {
         self.feed(Event::Rank {
             seat,
             generation,
@@ -95,17 +105,21 @@ impl Group {
                         self.members = members.iter().map(|member| member.seat).collect();
                         self.owners = owners;
                         self.epoch = epoch;
-                        self.say(seat, generation, RankEvent::GroupReady { epoch });
+                        if self.meets {
+                            self.say(seat, generation, RankEvent::GroupReady { epoch });
+                        }
                     }
                     CoordinatorCommand::Quit => self.lose(seat, generation),
-                    _ => {}
+                    command => self.told.push((seat, command)),
                 },
+                Command::Kill { seat, .. } => self.killed.push(seat),
+                Command::Finish(outcome) => self.outcome = Some(outcome),
                 _ => {}
             }
         }
     }
 
-    fn lose(&mut self, seat: Seat, generation: Generation) {
+    pub(super) fn lose(&mut self, seat: Seat, generation: Generation) {
         self.feed(Event::Lost {
             seat,
             generation,

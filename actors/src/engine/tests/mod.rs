@@ -1,5 +1,6 @@
 //! Single rules of the engine; whole schedules against it are simulated in `tests/src/sim`.
 
+mod collective;
 mod held_out;
 mod lanes;
 mod setup;

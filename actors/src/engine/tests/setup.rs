@@ -1,5 +1,6 @@
 //! Settings of a small cluster.
 
+use eaglet_runtime::collective::SumMode;
 use eaglet_runtime::contract::{Contract, HiddenDtype};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::Seat;
@@ -22,6 +23,7 @@ pub(super) fn settings() -> Settings {
         open: false,
         contract: contract(),
         recipe: Digest::of(b"recipe"),
+        sums: SumMode::Exact,
         tokens_per_row: 100,
         passes: 2,
         step_limit: None,

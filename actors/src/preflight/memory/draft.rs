@@ -2,7 +2,7 @@
 
 use eaglet_runtime::draft::{DraftSpec, RowLoad};
 
-use super::{MemoryPart, Use, process, ring_bytes};
+use super::{MemoryPart, Use, gpu_context, process, ring_bytes};
 use crate::preflight::links::state_bytes;
 
 /// What decides the memory of a draft rank.
@@ -75,6 +75,22 @@ impl DraftRank<'_> {
             part.bytes += loading.saturating_sub(all);
         }
         parts
+    }
+
+    /// What of it lies on a GPU.
+    pub(crate) fn gpu_parts(&self) -> Vec<MemoryPart> {
+        let on_gpu = [
+            Use::Frozen,
+            Use::OptimizerState,
+            Use::Gradient,
+            Use::Activations,
+            Use::Logits,
+        ];
+        let parts = self
+            .parts()
+            .into_iter()
+            .filter(|part| on_gpu.contains(&part.r#use));
+        parts.chain([gpu_context()]).collect()
     }
 
     /// Gradients that are being summed, or the whole state on its way to a replacement, whichever is more.
@@ -158,6 +174,26 @@ mod tests {
         // 131 rows of logits: 4 Mi elements over 32,000 tokens.
         assert_eq!(bytes_of(&parts, Use::Logits), 4 * 131 * (2 * 7168 + 32_000));
         assert!(parts.iter().all(|part| !part.mapped));
+    }
+
+    #[test]
+    fn on_a_gpu_lies_what_is_computed_with() {
+        let spec = kimi();
+        let rank = draft(&spec, 1, 1);
+        let (host, gpu) = (rank.parts(), rank.gpu_parts());
+        for part in [Use::Frozen, Use::OptimizerState, Use::Gradient, Use::Activations] {
+            assert_eq!(bytes_of(&gpu, part), bytes_of(&host, part));
+        }
+        assert_eq!(bytes_of(&gpu, Use::Process), 512 << 20);
+        assert_eq!(
+            bytes_of(&gpu, Use::HiddenStates) + bytes_of(&gpu, Use::Exchange),
+            0
+        );
+        let words = super::super::parts_in_words(&gpu);
+        assert!(
+            words.starts_with("master weights and moments 10.0 GB, "),
+            "{words}"
+        );
     }
 
     #[test]

@@ -13,6 +13,8 @@ use eaglet_runtime::ids::Role;
 use eaglet_runtime::link::SenderOptions;
 use serde::Serialize;
 
+use super::units::size;
+
 pub(crate) use self::draft::DraftRank;
 pub use self::host::HostMemory;
 pub(crate) use self::host::{Shortage, Tenant, coordinator_bytes};
@@ -22,6 +24,8 @@ pub(crate) use self::verifier::{VerifierRank, shard_exchange_bytes_per_token};
 const PROCESS_BYTES: u64 = 24 << 20;
 /// Buffers of a compute thread for tiles of products.
 const THREAD_BYTES: u64 = 4 << 20;
+/// A process on a GPU before it holds a tensor: context, kernels, workspace of products.
+const GPU_CONTEXT_BYTES: u64 = 512 << 20;
 /// What a part of a rank's memory is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -55,7 +59,7 @@ pub enum Use {
 
 impl Use {
     /// What makes it smaller in the ranks of a role.
-    const fn remedy(self, role: Role) -> &'static str {
+    pub(super) const fn remedy(self, role: Role) -> &'static str {
         match (self, role) {
             (Self::Weights, _) => {
                 "take a machine with more memory, a verifier with quantised weights, or fewer different parts of it on one host"
@@ -135,6 +139,25 @@ fn ring_bytes() -> u64 {
 /// The process of a rank with a number of compute threads.
 fn process(threads: usize) -> MemoryPart {
     MemoryPart::new(Use::Process, PROCESS_BYTES + threads as u64 * THREAD_BYTES)
+}
+
+/// What each part is and takes, the largest first, without those that take nothing.
+pub(super) fn parts_in_words(parts: &[MemoryPart]) -> String {
+    let mut parts: Vec<&MemoryPart> = parts.iter().filter(|part| part.bytes > 0).collect();
+    parts.sort_by_key(|part| std::cmp::Reverse(part.bytes));
+    let words = parts
+        .iter()
+        .map(|part| format!("{} {}", part.r#use.words(), size(part.bytes)));
+    words.collect::<Vec<_>>().join(", ")
+}
+
+/// What a process takes of a GPU for itself.
+const fn gpu_context() -> MemoryPart {
+    MemoryPart {
+        r#use: Use::Process,
+        bytes: GPU_CONTEXT_BYTES,
+        mapped: false,
+    }
 }
 
 /// Memory of a rank that only reads or writes hidden states: `tokens` of them wait, and a row is in work.

@@ -2,7 +2,7 @@
 
 use eaglet_runtime::verifier::Shard;
 
-use super::{MemoryPart, Use, process, ring_bytes};
+use super::{MemoryPart, Use, gpu_context, process, ring_bytes};
 
 /// What decides the memory of a verifier rank.
 #[derive(Clone, Copy, Debug)]
@@ -58,6 +58,22 @@ impl VerifierRank {
     }
 }
 
+impl VerifierRank {
+    /// What of it lies on a GPU; nothing of that is a mapped file.
+    pub(crate) fn gpu_parts(&self) -> Vec<MemoryPart> {
+        let on_gpu = [Use::Weights, Use::Activations, Use::Answers];
+        let parts = self
+            .parts()
+            .into_iter()
+            .filter(|part| on_gpu.contains(&part.r#use));
+        let parts = parts.map(|part| MemoryPart {
+            mapped: false,
+            ..part
+        });
+        parts.chain([gpu_context()]).collect()
+    }
+}
+
 /// Bytes that lie on their way between the shards of a verifier, per token of a pass.
 pub(crate) fn shard_exchange_bytes_per_token(shard: Shard, hidden: u64) -> u64 {
     // A residual stream that is sent on, and two of the stage before: one in work, one behind it.
@@ -105,6 +121,14 @@ mod tests {
         assert_eq!(bytes_of(&parts, Use::HiddenStates), (200 + 50) * 8);
         assert_eq!(bytes_of(&parts, Use::Links), 2 * (8 << 20));
         assert_eq!(bytes_of(&parts, Use::Process), process(2).bytes);
+    }
+
+    #[test]
+    fn on_a_gpu_lies_what_is_computed_with() {
+        let parts = verifier().gpu_parts();
+        assert!(parts.iter().all(|part| !part.mapped));
+        let bytes: u64 = parts.iter().map(|part| part.bytes).sum();
+        assert_eq!(bytes, 1_000_000 + 200 * 100 + 200 * 10 + 3 * 1000 + (512 << 20));
     }
 
     #[test]

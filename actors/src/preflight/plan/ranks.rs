@@ -42,9 +42,10 @@ impl Plan<'_> {
         // The same slice of the next stage, or of all stages before the last one; and the other slices.
         let stages = if shard.is_last() { shard.stages - 1 } else { 1 };
         let held_out_tokens = self.held_out_tokens();
+        let is_on_gpu = self.config.gpu_of(rank).is_some();
         let memory = VerifierRank {
             weight_bytes: files.bytes,
-            packed_bytes: if self.packs_weights() {
+            packed_bytes: if !is_on_gpu && self.packs_weights() {
                 files.packable_bytes
             } else {
                 0
@@ -66,6 +67,7 @@ impl Plan<'_> {
             parameters: files.parameters,
             tensors: files.tensors,
             missing_tensors: files.problems.iter().filter(|problem| is_absent(problem)).count() as u64,
+            gpu_memory: if is_on_gpu { memory.gpu_parts() } else { Vec::new() },
             ..blank(rank, threads)
         };
         Some(with_memory(plan, memory.parts()))
@@ -94,6 +96,10 @@ impl Plan<'_> {
             parameters,
             // Embedding, head and norm.
             tensors: 3,
+            gpu_memory: match self.config.gpu_of(rank) {
+                Some(_) => memory.gpu_parts(),
+                None => Vec::new(),
+            },
             ..blank(rank, threads)
         };
         Some(with_memory(plan, memory.parts()))
@@ -177,5 +183,6 @@ fn blank(rank: &RankConfig, threads: usize) -> RankPlan {
         missing_tensors: 0,
         memory: Vec::new(),
         memory_bytes: 0,
+        gpu_memory: Vec::new(),
     }
 }

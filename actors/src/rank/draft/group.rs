@@ -8,6 +8,8 @@ use eaglet_runtime::control::Member;
 use eaglet_runtime::ids::{Epoch, Role, Seat, Step};
 use eaglet_runtime::link::{BulkKind, BulkOutgoing, Endpoint, LinkError, SendError};
 
+use super::RankFault;
+use super::nccl::Part;
 use crate::faults::{self, Point};
 use crate::rank::link_options;
 use crate::rank::peer_links::{PeerLinks, Unreached, dial};
@@ -24,6 +26,8 @@ pub(super) struct Group {
     /// The draft seat that computes each lane, `[lanes]`.
     owners: Vec<u16>,
     links: PeerLinks,
+    /// Of a group that sums over NCCL, which needs no links.
+    part: Option<Part>,
 }
 
 impl Group {
@@ -40,7 +44,44 @@ impl Group {
             members: members.iter().map(|member| member.seat).collect(),
             owners,
             links: PeerLinks::connect(own, epoch, Role::Draft, others, link_options)?,
+            part: None,
         })
+    }
+
+    /// A group that sums over NCCL.
+    pub(super) fn over_nccl(
+        seat: Seat,
+        epoch: Epoch,
+        members: Vec<u16>,
+        owners: Vec<u16>,
+        part: Part,
+    ) -> Self {
+        Self {
+            seat,
+            epoch,
+            members,
+            owners,
+            links: PeerLinks::default(),
+            part: Some(part),
+        }
+    }
+
+    /// What is done over NCCL.
+    pub(super) fn part(&mut self) -> Option<&mut Part> {
+        self.part.as_mut()
+    }
+
+    /// Whether its members have still to meet.
+    pub(super) fn is_meeting(&self) -> bool {
+        self.part.as_ref().is_some_and(|part| !part.has_met())
+    }
+
+    /// Ends what is done over NCCL.
+    ///
+    /// # Errors
+    /// As [`Part::end`].
+    pub(super) fn end(self) -> Result<(), RankFault> {
+        self.part.map_or(Ok(()), Part::end)
     }
 
     /// The draft seat that computes a lane.

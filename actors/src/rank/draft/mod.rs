@@ -5,37 +5,43 @@
 //! DRAFT-2: what it keeps for later is bounded: rows of coming steps, segments of the present and the next step, pieces of
 //! one state.
 //!
-//! Files: `step` from begin to commit, `state` where weights come from and who gets them, `rows` what verifiers send,
+//! Files: `step` from begin to commit, `sum` and `nccl` how gradients are summed, `state` where weights come from and who gets them, `rows` what verifiers send,
 //! `group` the links of an epoch.
 
 mod group;
+pub(super) mod nccl;
 mod rows;
 mod state;
 mod step;
+mod sum;
 
 use std::path::Path;
 
 use eaglet_runtime::checkpoint::CheckpointFolder;
-use eaglet_runtime::control::{Acceptance, Activity, CoordinatorCommand, Member, RankEvent};
+use eaglet_runtime::control::{Acceptance, Activity, CollectiveId, CoordinatorCommand, Member, RankEvent};
 use eaglet_runtime::ids::{Epoch, Role, RowId, Step};
 use eaglet_runtime::link::{BulkEvent, BulkKind, BulkMessage};
 
 use self::group::Group;
+use self::nccl::{Nccl, Word};
 pub(super) use self::rows::Rows;
 use self::step::Phase;
-use super::{Context, Inbox, Input, Progress, RankFault, Worker};
+use super::{Context, Inbox, Input, Progress, RankDevice, RankFault, Worker};
+use crate::config::Collective;
 use crate::faults::{self, Point};
 use crate::replica::{IncomingState, Replica};
 
 /// The worker of a draft seat.
-pub(super) struct DraftWorker {
+pub(super) struct DraftWorker<D> {
     context: Context,
     checkpoints: CheckpointFolder,
-    replica: Option<Replica>,
+    replica: Option<Replica<D>>,
     /// Number of the load that is answered next.
     load: u32,
     epoch: Epoch,
     group: Option<Group>,
+    /// If gradients are summed over NCCL.
+    nccl: Option<Nccl>,
     phase: Phase,
     rows: Rows,
     /// Segments of a sum that this replica has not begun yet; none of them is of an older epoch.
@@ -48,7 +54,7 @@ pub(super) struct DraftWorker {
     early_states: Vec<BulkMessage>,
 }
 
-impl DraftWorker {
+impl<D: RankDevice> DraftWorker<D> {
     pub(super) fn new(context: Context) -> Self {
         Self {
             checkpoints: CheckpointFolder::open(context.run_directory.join("checkpoints")),
@@ -57,6 +63,7 @@ impl DraftWorker {
             load: 0,
             epoch: Epoch::default(),
             group: None,
+            nccl: None,
             phase: Phase::Idle,
             rows: Rows::default(),
             early: Vec::new(),
@@ -77,25 +84,40 @@ impl DraftWorker {
                 self.context.enter(Activity::Loading);
                 faults::reach(Point::Load, None)?;
                 if self.replica.is_none() {
-                    let threads = self.context.threads;
-                    let replica = Replica::build(&self.context.config, &vocabulary, &contract, threads)
+                    let config = &self.context.config;
+                    let device = D::open(self.context.threads, config.draft.products)?;
+                    let replica = Replica::build(config, &vocabulary, &contract, device)
                         .map_err(RankFault::permanent)?;
                     // Parts may have come before it was known what they must be.
                     for (row, lease) in self.rows.complete(replica.contract())? {
                         self.context.say(RankEvent::Received { row, lease });
+                    }
+                    let training = &self.context.config.training;
+                    if training.collective == Collective::Nccl {
+                        self.nccl = Some(Nccl::open(
+                            training.sums,
+                            replica.buckets().map_err(RankFault::permanent)?,
+                        )?);
                     }
                     self.replica = Some(replica);
                 }
                 self.load = load;
                 self.take_origin(origin)?;
             }
-            CoordinatorCommand::Abandon { epoch } => self.abandon(epoch),
+            CoordinatorCommand::Abandon { epoch } => self.abandon(epoch)?,
             CoordinatorCommand::SendState { to } => self.send_state(&to)?,
             CoordinatorCommand::FormGroup {
                 epoch,
                 members,
                 owners,
             } => self.form(epoch, members, owners)?,
+            CoordinatorCommand::Meet { epoch, id } => {
+                // RANK-2
+                if let Some(nccl) = self.nccl.as_mut().filter(|_| epoch >= self.epoch) {
+                    let part = self.group.as_mut().and_then(|group| group.part());
+                    nccl.take_id(epoch, &id, part.as_deref())?;
+                }
+            }
             CoordinatorCommand::Begin { epoch, step, lanes } => {
                 // RANK-2
                 if epoch == self.epoch {
@@ -113,7 +135,7 @@ impl DraftWorker {
             }
             CoordinatorCommand::Checkpoint { recorded } => {
                 self.context.enter(Activity::Saving);
-                faults::reach(Point::Save, self.replica.as_ref().map(Replica::step))?;
+                faults::reach(Point::Save, self.replica.as_ref().map(Replica::<D>::step))?;
                 let replica = self.replica.as_ref().ok_or_else(not_loaded)?;
                 let keep = self.context.config.checkpoints.keep;
                 let folder = replica
@@ -143,16 +165,20 @@ impl DraftWorker {
         Ok(())
     }
 
-    fn abandon(&mut self, epoch: Epoch) {
+    fn abandon(&mut self, epoch: Epoch) -> Result<(), RankFault> {
         // RANK-2
         if epoch < self.epoch {
-            return;
+            return Ok(());
         }
         self.epoch = epoch;
         self.phase = Phase::Idle;
-        self.group = None;
         // RANK-2
         self.early.retain(|message| message.header.epoch >= epoch);
+        if let Some(Err(fault)) = self.group.take().map(Group::end) {
+            // What hangs inside NCCL would hang in the end of anything else on this GPU, too.
+            self.context.end_process(&fault);
+        }
+        Ok(())
     }
 
     fn form(&mut self, epoch: Epoch, members: Vec<Member>, owners: Vec<u16>) -> Result<(), RankFault> {
@@ -160,12 +186,24 @@ impl DraftWorker {
         if epoch < self.epoch {
             return Ok(());
         }
-        self.abandon(epoch);
+        let is_known = epoch == self.epoch && self.group.as_mut().is_some_and(|group| group.part().is_some());
+        if is_known {
+            // NCCL-1: a second id for one epoch would be nobody else's.
+            return Ok(());
+        }
+        self.abandon(epoch)?;
         faults::reach(Point::Form, None)?;
         let seat = self.context.seat.index;
         // Rows of lanes that are somebody else's now are extracted again for their new owner.
         self.rows
             .retain(|row| owners.get(usize::from(row.lane())) == Some(&seat));
+        if let Some(nccl) = &mut self.nccl {
+            let members: Vec<u16> = members.iter().map(|member| member.seat).collect();
+            let part = nccl.begin(&self.context, epoch, &members, &owners)?;
+            self.group = Some(Group::over_nccl(self.context.seat, epoch, members, owners, part));
+            faults::reach(Point::Meet, None)?;
+            return Ok(());
+        }
         match Group::connect(self.context.endpoint(), epoch, &members, owners) {
             Ok(group) => self.group = Some(group),
             Err(unreached) if unreached.is_of_peer() => {
@@ -181,9 +219,47 @@ impl DraftWorker {
         Ok(())
     }
 
+    /// Something came of what is done over NCCL.
+    fn take_word(&mut self, epoch: Epoch, word: Word) -> Result<(), RankFault> {
+        // RANK-2
+        let Some(group) = self.group.as_mut().filter(|_| epoch == self.epoch) else {
+            return Ok(());
+        };
+        match word {
+            Word::Id(id) => {
+                let id = CollectiveId::new(&id.0);
+                self.context.say(RankEvent::CollectiveId { epoch, id });
+            }
+            Word::Met => {
+                if let Some(part) = group.part() {
+                    part.set_met();
+                }
+                // NCCL-2
+                self.context.say(RankEvent::GroupReady { epoch });
+                faults::reach(Point::Formed, None)?;
+            }
+            Word::Summed => {
+                self.note_summed();
+                self.stage_if_reduced()?;
+            }
+            Word::Broken(reason) => {
+                tracing::warn!(%epoch, reason, "the collectives of an epoch broke");
+                self.context.say(RankEvent::CollectiveBroken { epoch, reason });
+            }
+        }
+        Ok(())
+    }
+
+    fn activity(&self) -> Activity {
+        match self.phase.activity() {
+            Activity::Idle if self.group.as_ref().is_some_and(Group::is_meeting) => Activity::Meeting,
+            activity => activity,
+        }
+    }
+
     fn take_row(&mut self, message: BulkMessage) -> Result<(), RankFault> {
-        let reached = self.replica.as_ref().map(Replica::step);
-        let contract = self.replica.as_ref().map(Replica::contract);
+        let reached = self.replica.as_ref().map(Replica::<D>::step);
+        let contract = self.replica.as_ref().map(Replica::<D>::contract);
         if let Some((row, lease)) = self.rows.take(message, contract, reached)? {
             self.context.say(RankEvent::Received { row, lease });
         }
@@ -221,7 +297,7 @@ fn not_loaded() -> RankFault {
     RankFault::passing("asked to work before a draft was loaded")
 }
 
-impl Worker for DraftWorker {
+impl<D: RankDevice> Worker for DraftWorker<D> {
     fn take(&mut self, input: Input) -> Result<(), RankFault> {
         match input {
             Input::Command(command) => self.command(command)?,
@@ -244,14 +320,15 @@ impl Worker for DraftWorker {
                     .say_broken(hello.from, hello.epoch, error.to_string());
             }
             Input::Bulk(BulkEvent::Opened { .. } | BulkEvent::Closed { .. }) => {}
+            Input::Sum { epoch, word } => self.take_word(epoch, word)?,
         }
-        self.context.enter(self.phase.activity());
+        self.context.enter(self.activity());
         Ok(())
     }
 
     fn proceed(&mut self, _: &mut Inbox) -> Result<Progress, RankFault> {
         let progress = self.proceed_with_step()?;
-        self.context.enter(self.phase.activity());
+        self.context.enter(self.activity());
         Ok(progress)
     }
 }

@@ -4,11 +4,11 @@ use eaglet_runtime::control::{Activity, DraftOrigin, Member, RankEvent};
 use eaglet_runtime::ids::Seat;
 use eaglet_runtime::link::BulkMessage;
 
-use super::{DraftWorker, RankFault, group, is_ahead, not_loaded};
+use super::{DraftWorker, RankDevice, RankFault, group, is_ahead, not_loaded};
 use crate::faults::{self, Point};
 use crate::replica::IncomingState;
 
-impl DraftWorker {
+impl<D: RankDevice> DraftWorker<D> {
     pub(super) fn take_origin(&mut self, origin: DraftOrigin) -> Result<(), RankFault> {
         self.donor = None;
         self.incoming = IncomingState::default();

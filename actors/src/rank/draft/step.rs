@@ -1,14 +1,16 @@
 //! One step of a replica: its lanes' gradients, the sum, the vote, the commit.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
-use eaglet_runtime::collective::{Phase as Half, SeatOrderedReduce};
+use eaglet_runtime::collective::Phase as Half;
 use eaglet_runtime::control::{Activity, LaneMetrics, RankEvent};
-use eaglet_runtime::digest::Digest;
+use eaglet_runtime::device::Floats;
 use eaglet_runtime::ids::{RowId, Step};
 use eaglet_runtime::link::{BulkKind, BulkMessage, Part};
 
-use super::{DraftWorker, Progress, RankFault, is_ahead, not_loaded};
+use super::sum::Sum;
+use super::{DraftWorker, Progress, RankDevice, RankFault, is_ahead, not_loaded};
 use crate::faults::{self, Damage, Point};
 use crate::replica::Replica;
 
@@ -18,21 +20,19 @@ pub(super) enum Phase {
     /// Gradients of this seat's lanes are computed, one after the other.
     Computing {
         step: Step,
-        reduce: SeatOrderedReduce,
-        gradient: Vec<f32>,
+        sum: Sum,
         left: VecDeque<u16>,
         lanes: Vec<LaneMetrics>,
     },
     /// The sum is awaited.
     Reducing {
         step: Step,
-        reduce: SeatOrderedReduce,
+        sum: Sum,
         lanes: Vec<LaneMetrics>,
     },
     /// The vote is given.
     Staged {
         step: Step,
-        gradient: Vec<f32>,
     },
 }
 
@@ -47,7 +47,7 @@ impl Phase {
     }
 }
 
-impl DraftWorker {
+impl<D: RankDevice> DraftWorker<D> {
     /// Begins a step over all `lanes` that have a row; [`Self::proceed_with_step`] computes those of this seat.
     pub(super) fn begin(&mut self, step: Step, lanes: Vec<u16>) -> Result<(), RankFault> {
         self.context.activity.restart(Activity::Computing);
@@ -55,7 +55,7 @@ impl DraftWorker {
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         let group = self
             .group
-            .as_ref()
+            .as_mut()
             .ok_or_else(|| RankFault::passing("a step began before the group"))?;
         if replica.step() != step {
             return Err(RankFault::passing(format!(
@@ -76,13 +76,10 @@ impl DraftWorker {
             let id = RowId::Train { step, lane: *lane };
             return Err(RankFault::passing(format!("the {id} is not here")));
         }
-        let gradient = replica.take_gradient();
-        let reduce =
-            SeatOrderedReduce::new(group.shape(gradient.len(), &lanes)).map_err(RankFault::passing)?;
+        let sum = Sum::begin(group, replica, &lanes)?;
         self.phase = Phase::Computing {
             step,
-            reduce,
-            gradient,
+            sum,
             left,
             lanes: Vec::new(),
         };
@@ -106,8 +103,7 @@ impl DraftWorker {
     fn compute(&mut self) -> Result<(), RankFault> {
         let Phase::Computing {
             step,
-            reduce,
-            gradient,
+            sum,
             left,
             lanes,
         } = &mut self.phase
@@ -131,29 +127,25 @@ impl DraftWorker {
                 .ok_or_else(|| RankFault::passing(format!("the {id} is gone")))?;
             // Segments leave as soon as they are final, while the rest is still computed.
             let mut unsent = None;
-            let on_final = |part, gradient: &[f32]| {
+            let device = Arc::clone(replica.device());
+            let (home, mut brought) = sum.split();
+            let on_final = |part, gradient: Floats<'_>| {
                 if unsent.is_none() {
-                    let outgoing = reduce.contribute_part(lane, part, gradient);
-                    unsent = match outgoing.map(|outgoing| group.post(step, outgoing)) {
-                        Ok(Ok(())) => None,
-                        Ok(Err(error)) => Some(RankFault::passing(error)),
-                        Err(error) => Some(RankFault::passing(error)),
-                    };
+                    let gradient = device.gradient(gradient);
+                    unsent = brought.contribute(group, step, lane, part, gradient).err();
                 }
             };
             let mut metrics = replica
-                .gradient(row, gradient, on_final)
+                .gradient(row, home, on_final)
                 .map_err(RankFault::passing)?;
             if let Some(fault) = unsent {
                 return Err(fault);
             }
-            if let (Some(Damage::Nan), Some(value)) =
-                (faults::reach(Point::Computed, Some(step))?, gradient.first_mut())
-            {
-                *value = f32::NAN;
+            if faults::reach(Point::Computed, Some(step))? == Some(Damage::Nan) {
+                replica.damage(sum.home());
             }
             metrics.lane = lane;
-            metrics.finite = metrics.loss.is_finite() && is_finite(gradient);
+            metrics.finite &= replica.is_finite(sum.home().as_deref());
             tracing::debug!(
                 lane,
                 loss = metrics.loss,
@@ -166,15 +158,13 @@ impl DraftWorker {
         if !left.is_empty() {
             return Ok(());
         }
-        let outgoing = reduce
-            .start(std::mem::take(gradient))
-            .map_err(RankFault::passing)?;
-        group.post(step, outgoing).map_err(RankFault::passing)?;
-        if let Phase::Computing {
-            step, reduce, lanes, ..
-        } = std::mem::replace(&mut self.phase, Phase::Idle)
-        {
-            self.phase = Phase::Reducing { step, reduce, lanes };
+        sum.start(group, step)?;
+        let over_nccl = matches!(sum, Sum::Nccl { .. });
+        if let Phase::Computing { step, sum, lanes, .. } = std::mem::replace(&mut self.phase, Phase::Idle) {
+            self.phase = Phase::Reducing { step, sum, lanes };
+        }
+        if over_nccl {
+            faults::reach(Point::Reducing, Some(step))?;
         }
         for message in std::mem::take(&mut self.early) {
             self.take_segment(message)?;
@@ -197,13 +187,17 @@ impl DraftWorker {
         }
         let is_present = message.header.epoch == self.epoch;
         let reduce = match &mut self.phase {
-            Phase::Reducing { step, reduce, .. } if is_present && *step == at => reduce,
+            Phase::Reducing {
+                step,
+                sum: Sum::Links { reduce, .. },
+                ..
+            } if is_present && *step == at => reduce,
             // A sum that is finished elsewhere is taken in once this replica has begun to wait for it.
-            Phase::Computing { step, reduce, .. }
-                if is_present && *step == at && matches!(phase, Half::Contribution { .. }) =>
-            {
-                reduce
-            }
+            Phase::Computing {
+                step,
+                sum: Sum::Links { reduce, .. },
+                ..
+            } if is_present && *step == at && matches!(phase, Half::Contribution { .. }) => reduce,
             _ => {
                 self.keep_for_later(message, at);
                 return Ok(());
@@ -229,7 +223,7 @@ impl DraftWorker {
     /// DRAFT-2: peers are at most one step ahead, and an epoch that this replica has not heard of is the newest one.
     fn keep_for_later(&mut self, message: BulkMessage, at: Step) {
         let epoch = message.header.epoch;
-        let reached = self.replica.as_ref().map(Replica::step);
+        let reached = self.replica.as_ref().map(Replica::<D>::step);
         if epoch == self.epoch && reached.is_some_and(|reached| at != reached && at != reached.next()) {
             tracing::warn!(from = %message.header.from, step = at.0, "a segment of another step was dropped");
             return;
@@ -240,26 +234,47 @@ impl DraftWorker {
         self.early.push(message);
     }
 
+    /// The sum over NCCL is there.
+    pub(super) fn note_summed(&mut self) {
+        // Who has no lane may hear of it before its turn to wait has come.
+        if let Phase::Reducing {
+            sum: Sum::Nccl { is_summed },
+            ..
+        }
+        | Phase::Computing {
+            sum: Sum::Nccl { is_summed },
+            ..
+        } = &mut self.phase
+        {
+            *is_summed = true;
+        }
+    }
+
     pub(super) fn stage_if_reduced(&mut self) -> Result<(), RankFault> {
-        if !matches!(&self.phase, Phase::Reducing { reduce, .. } if reduce.is_done()) {
+        if !matches!(&self.phase, Phase::Reducing { sum, .. } if sum.is_done()) {
             return Ok(());
         }
-        let Phase::Reducing { step, reduce, lanes } = std::mem::replace(&mut self.phase, Phase::Idle) else {
+        let Phase::Reducing { step, sum, lanes } = std::mem::replace(&mut self.phase, Phase::Idle) else {
             return Ok(());
         };
-        let replica = self.replica.as_ref().ok_or_else(not_loaded)?;
-        let gradient = reduce.finish().map_err(RankFault::passing)?;
+        let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
+        let group = self
+            .group
+            .as_mut()
+            .ok_or_else(|| RankFault::passing("the group is gone in the middle of a step"))?;
+        let mean = sum.finish(group, replica)?;
         faults::reach(Point::Staged, Some(step))?;
+        // Finite parts may have a sum that is not; it must not be applied either.
+        let (gradient, finite) = replica.stage(mean);
         let event = RankEvent::Staged {
             epoch: self.epoch,
             step,
-            gradient: Digest::of_f32(&gradient),
-            // Finite parts may have a sum that is not; it must not be applied either.
-            finite: is_finite(&gradient),
+            gradient,
+            finite,
             state: replica.digest(),
             lanes,
         };
-        self.phase = Phase::Staged { step, gradient };
+        self.phase = Phase::Staged { step };
         self.context.say(event);
         faults::reach(Point::Voted, Some(step))?;
         Ok(())
@@ -271,13 +286,8 @@ impl DraftWorker {
         faults::reach(Point::Commit, Some(step))?;
         let replica = self.replica.as_mut().ok_or_else(not_loaded)?;
         match std::mem::replace(&mut self.phase, Phase::Idle) {
-            Phase::Staged {
-                step: staged,
-                gradient,
-            } if staged == step => {
-                replica
-                    .apply(gradient, learning_rate)
-                    .map_err(RankFault::passing)?;
+            Phase::Staged { step: staged } if staged == step => {
+                replica.apply(learning_rate).map_err(RankFault::passing)?;
             }
             _ => {
                 return Err(RankFault::passing(format!(
@@ -295,8 +305,4 @@ impl DraftWorker {
         faults::reach(Point::Applied, Some(step))?;
         Ok(())
     }
-}
-
-fn is_finite(values: &[f32]) -> bool {
-    values.iter().all(|value| value.is_finite())
 }

@@ -21,20 +21,20 @@ use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, RowId, Step, Unit};
 use eaglet_runtime::link::{BulkEvent, HeapBuffer};
 use eaglet_runtime::row::{PackedRow, Sample};
-use eaglet_runtime::verifier::{Interrupted, Peers, Shard, Verifier, VerifierError, VerifierOptions};
+use eaglet_runtime::verifier::{Interrupted, Peers, Shard, Verifier, VerifierError};
 
 use self::couriers::{Captured, Couriers};
 pub(super) use self::stored::StoredWorker;
 use self::team::{Talk, Team};
-use super::{Context, Inbox, Input, Progress, RankFault, Worker, shard_link_options};
+use super::{Context, Inbox, Input, Progress, RankDevice, RankFault, Worker, shard_link_options};
 use crate::faults::{self, Point};
 use crate::recipe;
 
 /// The worker of a verifier seat.
-pub(super) struct VerifierWorker {
+pub(super) struct VerifierWorker<D: RankDevice> {
     context: Context,
     shard: Shard,
-    loaded: Option<Loaded>,
+    loaded: Option<Loaded<D>>,
     team: Team,
     /// The newest epoch in which it linked up, or tried to.
     tried: Option<Epoch>,
@@ -45,11 +45,14 @@ pub(super) struct VerifierWorker {
     couriers: Couriers,
 }
 
-struct Loaded {
-    verifier: Verifier,
+struct Loaded<D: RankDevice> {
+    verifier: Verifier<D>,
     contract: Digest,
     stop_ids: Vec<u32>,
 }
+
+/// The verifier, its other shards as this one sees them for one row, and where answers end.
+type Together<'a, D> = (&'a mut Verifier<D>, ShardPeers<Talk<'a>>, &'a [u32]);
 
 /// Something to compute.
 enum Job {
@@ -58,7 +61,7 @@ enum Job {
     HeldOut(HeldOutRequest),
 }
 
-impl VerifierWorker {
+impl<D: RankDevice> VerifierWorker<D> {
     pub(super) fn new(context: Context) -> Self {
         let shard = context.config.shard_of(context.seat);
         Self {
@@ -77,13 +80,9 @@ impl VerifierWorker {
         self.context.enter(Activity::Loading);
         faults::reach(Point::Load, None)?;
         let config = &self.context.config.verifier;
-        let options = VerifierOptions {
-            threads: self.context.threads,
-            products: config.products,
-            aux_layers: config.aux_layers.clone(),
-            shard: self.shard,
-        };
-        let verifier = Verifier::load(&config.path, options).map_err(RankFault::permanent)?;
+        let device = D::open(self.context.threads, config.products)?;
+        let verifier = Verifier::load_on(device, &config.path, config.aux_layers.clone(), self.shard)
+            .map_err(RankFault::permanent)?;
         let contract = recipe::contract(&self.context.config).map_err(RankFault::permanent)?;
         self.loaded = Some(Loaded {
             stop_ids: verifier.config().eos_token_ids.clone(),
@@ -293,14 +292,14 @@ impl VerifierWorker {
         Ok(())
     }
 
-    /// The verifier, its other shards as this one sees them for one row, and where answers end.
+    /// What one row needs.
     fn together<'a>(
         &'a mut self,
         turn: u64,
         step: Option<Step>,
         activity: Activity,
         inbox: &'a mut Inbox,
-    ) -> Result<(&'a mut Verifier, ShardPeers<Talk<'a>>, &'a [u32]), RankFault> {
+    ) -> Result<Together<'a, D>, RankFault> {
         let Self {
             context,
             shard,
@@ -461,7 +460,7 @@ fn packed(prompts: &[Vec<u32>], answers: Vec<Vec<u32>>) -> PackedRow {
     row
 }
 
-impl Worker for VerifierWorker {
+impl<D: RankDevice> Worker for VerifierWorker<D> {
     fn take(&mut self, input: Input) -> Result<(), RankFault> {
         match input {
             Input::Command(CoordinatorCommand::LoadVerifier) => self.load()?,
@@ -477,6 +476,8 @@ impl Worker for VerifierWorker {
             Input::Command(command) => {
                 return Err(RankFault::passing(format!("a verifier was told {command:?}")));
             }
+            // Draft ranks' business.
+            Input::Sum { .. } => {}
             Input::Bulk(BulkEvent::Message(message)) => self.team.keep(message),
             Input::Bulk(event) => {
                 if let Err(interrupted) = self.team.hear_of(&event) {

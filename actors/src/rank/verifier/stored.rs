@@ -119,7 +119,7 @@ impl Worker for StoredWorker {
                     "a rank that reads stored states was told {command:?}"
                 )));
             }
-            Input::Bulk(_) => {}
+            Input::Bulk(_) | Input::Sum { .. } => {}
         }
         self.context.enter(Activity::Idle);
         Ok(())

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use bytes::Bytes;
 use eaglet_runtime::control::transport::{self, Accepted, Admit, Dialed, Operate};
 use eaglet_runtime::control::{
@@ -62,9 +62,10 @@ pub(super) fn measure(count: usize, plan: &Plan<'_>) -> Result<Control> {
     let mut trips = |plan: &Plan<'_>| rank.block_on(round_trips(&mut dialed, count, plan));
     let quiet = Trips::of(&trips(plan)?, None);
     let bulk = Bulk::start()?;
-    let begun = Instant::now();
+    bulk.wait_until_it_moves(plan)?;
+    let (begun, before) = (Instant::now(), bulk.moved.load(Ordering::Relaxed));
     let times = trips(plan)?;
-    let rate = bulk.stop() as f64 / begun.elapsed().as_secs_f64() / 1e9;
+    let rate = (bulk.stop() - before) as f64 / begun.elapsed().as_secs_f64() / 1e9;
     Ok(Control {
         quiet,
         beside_bulk: Trips::of(&times, Some(rate)),
@@ -161,6 +162,19 @@ impl Bulk {
             }
         });
         Ok(Self { stop, moved, thread })
+    }
+
+    /// Waits for the first tensors: round trips before them would be quiet ones.
+    fn wait_until_it_moves(&self, plan: &Plan<'_>) -> Result<()> {
+        while self.moved.load(Ordering::Relaxed) == 0 {
+            plan.interrupt.check()?;
+            ensure!(
+                !self.thread.is_finished(),
+                "the link broke before anything was moved"
+            );
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
     }
 
     /// Bytes that were moved.

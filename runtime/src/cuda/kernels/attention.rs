@@ -59,6 +59,34 @@ impl AttentionTables {
         shape: AttentionShape,
         plan: &AttentionPlan,
     ) -> Result<Self, CudaError> {
+        let mut tables = Self {
+            words: Buffer::new(context, 0)?,
+            shape,
+            queries: 0,
+            keys: 0,
+            forward: 0,
+            backward_queries: 0,
+            backward_keys: 0,
+        };
+        tables.replace(context, stream, shape, plan)?;
+        Ok(tables)
+    }
+
+    /// Makes them those of another plan, in the memory that they have. Kernels that were launched on `stream` before still
+    /// see the old ones.
+    ///
+    /// # Errors
+    /// If the device has no room.
+    ///
+    /// # Panics
+    /// If the heads are not a multiple of the key heads.
+    pub(in crate::cuda) fn replace(
+        &mut self,
+        context: &Arc<Context>,
+        stream: &Stream,
+        shape: AttentionShape,
+        plan: &AttentionPlan,
+    ) -> Result<(), CudaError> {
         assert!(
             shape.kv_heads > 0 && shape.heads.is_multiple_of(shape.kv_heads),
             "heads of an attention"
@@ -77,17 +105,20 @@ impl AttentionTables {
                     .copied(),
             )
             .collect();
-        let mut buffer = Buffer::new(context, words.len())?;
-        stream.upload(&words, buffer.view_mut())?;
-        Ok(Self {
-            words: buffer,
-            shape,
-            queries: plan.queries(),
-            keys: plan.keys(),
-            forward: forward.len(),
-            backward_queries: backward_queries.len(),
-            backward_keys: backward_keys.len(),
-        })
+        if self.words.len() < words.len() {
+            self.words = Buffer::new(context, words.len().next_power_of_two())?;
+        }
+        stream.send(&words, self.words.view_mut().part(0..words.len()))?;
+        (self.shape, self.queries, self.keys) = (shape, plan.queries(), plan.keys());
+        self.forward = forward.len();
+        self.backward_queries = backward_queries.len();
+        self.backward_keys = backward_keys.len();
+        Ok(())
+    }
+
+    /// The sizes they are for.
+    pub(in crate::cuda) fn shape(&self) -> AttentionShape {
+        self.shape
     }
 
     fn visible(&self) -> View<'_, u32> {

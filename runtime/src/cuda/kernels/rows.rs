@@ -304,7 +304,7 @@ impl Kernels {
             "rows of a scatter"
         );
         let words: Vec<u32> = [&list.touched[..], &list.starts, &list.order].concat();
-        stream.upload(&words, scratch.reborrow().part(0..words.len()))?;
+        stream.send(&words, scratch.reborrow().part(0..words.len()))?;
         let (touched, starts) = (list.touched.len(), list.starts.len());
         let words = scratch.view();
         let order = words.part(touched + starts..list.words());

@@ -14,10 +14,11 @@ use rayon::prelude::*;
 use super::{
     AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Buffer, Device, Floats, FloatsMut, Gate,
     HostMatrix, HostMatrixMut, Matrix, MatrixMut, Pairing, ProductKernel, Products, RotaryTable, Routing,
-    RowLoss, StoredMatrix, TargetRow, Turn,
+    RowLoss, StoredMatrix, TargetRow, Turn, check_capture,
 };
 
 use crate::contract::HiddenDtype;
+use crate::cuda::InFlight;
 
 pub use amx::{NoAmx, PackedMatrix};
 pub use setup::{Cpu, ThreadsError};
@@ -109,19 +110,19 @@ impl Device for Cpu {
         x.host().fill(value);
     }
 
-    fn capture(&self, x: Matrix<'_>, dtype: HiddenDtype, out: &mut [u8], row_bytes: usize) {
-        let x = x.host();
-        let bytes = x.cols * dtype.bytes();
-        assert!(
-            bytes <= row_bytes && (x.rows == 0 || out.len() >= (x.rows - 1) * row_bytes + bytes),
-            "memory for captured states"
-        );
-        if bytes == 0 {
-            return;
-        }
-        for (r, out) in out.chunks_mut(row_bytes).take(x.rows).enumerate() {
+    fn capture(
+        &self,
+        x: Matrix<'_>,
+        dtype: HiddenDtype,
+        out: &mut [u8],
+        row_bytes: usize,
+    ) -> Option<InFlight<'_>> {
+        check_capture(&x, dtype, out, row_bytes);
+        let (x, bytes) = (x.host(), x.cols * dtype.bytes());
+        for (r, out) in out.chunks_mut(row_bytes.max(1)).take(x.rows).enumerate() {
             dtype.write(row(&x, r), &mut out[..bytes]);
         }
+        None
     }
 
     fn first_beyond(&self, x: Matrix<'_>, largest: f32) -> Option<usize> {

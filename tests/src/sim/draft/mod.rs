@@ -10,6 +10,7 @@ use eaglet_runtime::control::{Acceptance, Activity, CoordinatorCommand, Member, 
 use eaglet_runtime::ids::{Epoch, RowId, Seat, Step};
 
 use self::step::Phase;
+use super::collective::{self, MeetingId, Word};
 use super::network::{LinkKind, Load, PARTS, Parcel};
 use super::rank::{Input, RankFault, RankId};
 use super::weights::Weights;
@@ -22,6 +23,8 @@ pub struct Draft {
     load: u32,
     epoch: Epoch,
     group: Option<Group>,
+    /// An id that came, perhaps before the epoch that it is for.
+    id: Option<(Epoch, MeetingId)>,
     phase: Phase,
     /// Rows with the lease that they were extracted for, and what they are made of.
     rows: BTreeMap<RowId, (u64, u64)>,
@@ -43,6 +46,27 @@ struct Group {
     /// Seats of the members, ascending, and their processes.
     members: Vec<(u16, RankId)>,
     owners: Vec<u16>,
+    meeting: Option<Meeting>,
+}
+
+/// How far a group is that sums over NCCL.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Meeting {
+    /// The id is awaited.
+    Awaited,
+    /// The others are.
+    Joined(MeetingId),
+    /// All are here.
+    Met(MeetingId),
+}
+
+impl Meeting {
+    fn number(self) -> Option<MeetingId> {
+        match self {
+            Self::Awaited => None,
+            Self::Joined(number) | Self::Met(number) => Some(number),
+        }
+    }
 }
 
 impl Group {
@@ -54,7 +78,11 @@ impl Group {
 impl Draft {
     /// What it is busy with between two inputs.
     pub(super) fn activity(&self) -> Activity {
-        self.phase.activity()
+        let meeting = self.group.as_ref().and_then(|group| group.meeting);
+        match (meeting, self.phase.activity()) {
+            (Some(Meeting::Awaited | Meeting::Joined(_)), Activity::Idle) => Activity::Meeting,
+            (_, activity) => activity,
+        }
     }
 
     /// Work that needs no input, by the time that it takes at most.
@@ -105,7 +133,46 @@ impl Draft {
                 );
                 Ok(())
             }
+            Input::Collective { meeting, word } => self.take_word(world, id, meeting, word),
         }
+    }
+
+    /// NCCL has something to tell; of a meeting that was left it is not heard.
+    fn take_word(
+        &mut self,
+        world: &mut World,
+        id: RankId,
+        meeting: MeetingId,
+        word: Word,
+    ) -> Result<(), RankFault> {
+        let epoch = self.epoch;
+        let Some(group) = self.group.as_mut() else {
+            return Ok(());
+        };
+        let Some(state) = group.meeting.filter(|state| state.number() == Some(meeting)) else {
+            return Ok(());
+        };
+        let is_broken = match word {
+            Word::Met => {
+                if matches!(state, Meeting::Joined(_)) {
+                    group.meeting = Some(Meeting::Met(meeting));
+                    world.say(id, RankEvent::GroupReady { epoch });
+                }
+                false
+            }
+            Word::MeetingLate => matches!(state, Meeting::Joined(_)),
+            Word::SumLate { step } => self.phase.awaits(step),
+            Word::Torn => true,
+            Word::Summed { step, values } => {
+                self.take_sum(world, id, step, values.to_vec())?;
+                false
+            }
+        };
+        if is_broken {
+            let reason = String::new();
+            world.say(id, RankEvent::CollectiveBroken { epoch, reason });
+        }
+        Ok(())
     }
 
     fn command(
@@ -120,13 +187,19 @@ impl Draft {
                 self.load = load;
                 self.take_origin(world, id, origin)?;
             }
-            CoordinatorCommand::Abandon { epoch } => self.abandon(epoch),
+            CoordinatorCommand::Abandon { epoch } => self.abandon(world, id, epoch)?,
             CoordinatorCommand::SendState { to } => self.send_state(world, id, &to)?,
             CoordinatorCommand::FormGroup {
                 epoch,
                 members,
                 owners,
             } => self.form(world, id, epoch, &members, owners)?,
+            CoordinatorCommand::Meet { epoch, id: told } => {
+                if let Some(meeting) = collective::meeting_of(&told).filter(|_| epoch >= self.epoch) {
+                    self.id = Some((epoch, meeting));
+                    self.meet(world, id);
+                }
+            }
             CoordinatorCommand::Begin { epoch, step, lanes } => {
                 if epoch == self.epoch {
                     self.begin(world, id, step, &lanes)?;
@@ -180,14 +253,32 @@ impl Draft {
         Ok(())
     }
 
-    fn abandon(&mut self, epoch: Epoch) {
+    fn abandon(&mut self, world: &mut World, id: RankId, epoch: Epoch) -> Result<(), RankFault> {
         if epoch < self.epoch {
-            return;
+            return Ok(());
         }
         self.epoch = epoch;
         self.phase = Phase::Idle;
-        self.group = None;
+        let group = self.group.take();
         self.early.retain(|parcel| parcel.epoch >= epoch);
+        if let Some(meeting) = group.and_then(|group| group.meeting?.number()) {
+            if world.abort_is_stuck() {
+                return Err(RankFault::passing("its part in a collective does not end"));
+            }
+            world.leave(id, meeting);
+        }
+        Ok(())
+    }
+
+    /// Joins the meeting of the present epoch, once it is known which one that is.
+    fn meet(&mut self, world: &mut World, id: RankId) {
+        let (Some(group), Some((epoch, meeting))) = (&mut self.group, self.id) else {
+            return;
+        };
+        if epoch == self.epoch && group.meeting == Some(Meeting::Awaited) {
+            group.meeting = Some(Meeting::Joined(meeting));
+            world.join(id, meeting, group.members.len());
+        }
     }
 
     fn form(
@@ -201,20 +292,26 @@ impl Draft {
         if epoch < self.epoch {
             return Ok(());
         }
-        self.abandon(epoch);
+        if epoch == self.epoch && self.group.as_ref().is_some_and(|group| group.meeting.is_some()) {
+            return Ok(());
+        }
+        self.abandon(world, id, epoch)?;
         world.close(id, |link| link.kind == LinkKind::Group);
         let own = world.ranks[id].seat.index;
         self.retain_rows(|row| owners.get(usize::from(row.lane())) == Some(&own));
         let mut group = Group {
             members: Vec::with_capacity(members.len()),
             owners,
+            meeting: None,
         };
+        let sums_over_nccl = world.plan.sums_over_nccl && members.len() > 1;
         for member in members {
             let to = world
                 .rank_named(&member.bulk_name)
                 .ok_or_else(|| RankFault::passing("a member that was never started"))?;
             group.members.push((member.seat, to));
-            if member.seat != own && world.connect(id, to, LinkKind::Group, epoch).is_err() {
+            if !sums_over_nccl && member.seat != own && world.connect(id, to, LinkKind::Group, epoch).is_err()
+            {
                 // Most often it has just died: no reason to lose this replica too.
                 let from = Seat::draft(member.seat);
                 let (generation, reason) = (member.generation, String::new());
@@ -230,8 +327,19 @@ impl Draft {
                 return Ok(());
             }
         }
+        group.meeting = sums_over_nccl.then_some(Meeting::Awaited);
         self.group = Some(group);
-        world.say(id, RankEvent::GroupReady { epoch });
+        if !sums_over_nccl {
+            world.say(id, RankEvent::GroupReady { epoch });
+            return Ok(());
+        }
+        if members.first().is_some_and(|first| first.seat == own) {
+            let meeting = world.make_meeting();
+            self.id = Some((epoch, meeting));
+            let id_of = collective::id_of(meeting);
+            world.say(id, RankEvent::CollectiveId { epoch, id: id_of });
+        }
+        self.meet(world, id);
         Ok(())
     }
 

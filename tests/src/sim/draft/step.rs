@@ -7,7 +7,8 @@ use eaglet_runtime::control::{Activity, LaneMetrics, RankEvent};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, RowId, Step};
 
-use super::{Draft, Group, is_ahead, not_loaded};
+use super::{Draft, Group, Meeting, is_ahead, not_loaded};
+use crate::sim::collective::{Lanes, MeetingId};
 use crate::sim::fault::Fault;
 use crate::sim::network::{LinkKind, Load, Parcel};
 use crate::sim::rank::{RankFault, RankId};
@@ -25,21 +26,34 @@ pub(super) enum Phase {
     /// Gradients of this seat's lanes are computed, one after the other.
     Computing {
         step: Step,
-        reduce: Box<SeatOrderedReduce>,
+        sum: Sum,
         left: VecDeque<u16>,
         lanes: Vec<LaneMetrics>,
     },
     /// The sum is awaited.
     Reducing {
         step: Step,
-        reduce: Box<SeatOrderedReduce>,
+        sum: Sum,
         lanes: Vec<LaneMetrics>,
     },
     /// The vote is given.
     Staged { step: Step, gradient: Vec<f32> },
 }
 
+/// What becomes of the gradients of lanes.
+pub(super) enum Sum {
+    /// Segments over links.
+    Links(Box<SeatOrderedReduce>),
+    /// All at once over NCCL.
+    Nccl(MeetingId, Lanes),
+}
+
 impl Phase {
+    /// Whether the sum of a step is awaited.
+    pub(super) fn awaits(&self, at: Step) -> bool {
+        matches!(self, Self::Reducing { step, .. } if *step == at)
+    }
+
     pub(super) fn activity(&self) -> Activity {
         match self {
             Self::Idle => Activity::Idle,
@@ -90,6 +104,11 @@ impl Draft {
             let row = RowId::Train { step, lane };
             return Err(RankFault::passing(format!("the {row} is not here")));
         }
+        let meeting = match group.meeting {
+            Some(Meeting::Met(meeting)) => Some(meeting),
+            Some(_) => return Err(RankFault::passing("a step began before the members have met")),
+            None => None,
+        };
         let shape = ReduceShape {
             elements: ELEMENTS,
             members: group.members.iter().map(|&(seat, _)| seat).collect(),
@@ -100,9 +119,13 @@ impl Draft {
                 .collect(),
         };
         let reduce = SeatOrderedReduce::new(shape).map_err(RankFault::passing)?;
+        let sum = match meeting {
+            Some(meeting) => Sum::Nccl(meeting, Lanes::new()),
+            None => Sum::Links(Box::new(reduce)),
+        };
         self.phase = Phase::Computing {
             step,
-            reduce: Box::new(reduce),
+            sum,
             left,
             lanes: Vec::new(),
         };
@@ -113,7 +136,7 @@ impl Draft {
     pub(super) fn compute(&mut self, world: &mut World, id: RankId) -> Result<(), RankFault> {
         let Phase::Computing {
             step,
-            reduce,
+            sum,
             left,
             lanes,
         } = &mut self.phase
@@ -141,19 +164,33 @@ impl Draft {
                 tokens: 1,
                 ..LaneMetrics::default()
             });
-            let outgoing = reduce.contribute(lane, &gradient).map_err(RankFault::passing)?;
-            post(world, id, group, self.epoch, step, outgoing);
+            match sum {
+                Sum::Links(reduce) => {
+                    let outgoing = reduce.contribute(lane, &gradient).map_err(RankFault::passing)?;
+                    post(world, id, group, self.epoch, step, outgoing);
+                }
+                Sum::Nccl(_, brought) => brought.push((lane, gradient)),
+            }
         }
         if !left.is_empty() {
             return Ok(());
         }
-        let outgoing = reduce.start(vec![0.0; ELEMENTS]).map_err(RankFault::passing)?;
-        post(world, id, group, self.epoch, step, outgoing);
-        if let Phase::Computing {
-            step, reduce, lanes, ..
-        } = std::mem::take(&mut self.phase)
-        {
-            self.phase = Phase::Reducing { step, reduce, lanes };
+        match sum {
+            Sum::Links(reduce) => {
+                let outgoing = reduce.start(vec![0.0; ELEMENTS]).map_err(RankFault::passing)?;
+                post(world, id, group, self.epoch, step, outgoing);
+            }
+            Sum::Nccl(meeting, brought) => {
+                let lanes_of = |seat: u16| group.owners.iter().filter(|&&owner| owner == seat).count() as u64;
+                let most = group.members.iter().map(|&(seat, _)| lanes_of(seat)).max();
+                let patience_ms = world.plan.settings.step_timeout_ms * most.unwrap_or(1).max(1) * 9 / 10;
+                if world.has_effect(id) {
+                    world.bring(id, *meeting, step, std::mem::take(brought), patience_ms);
+                }
+            }
+        }
+        if let Phase::Computing { step, sum, lanes, .. } = std::mem::take(&mut self.phase) {
+            self.phase = Phase::Reducing { step, sum, lanes };
         }
         for parcel in std::mem::take(&mut self.early) {
             self.take_segment(world, id, parcel)?;
@@ -181,13 +218,17 @@ impl Draft {
         }
         let is_present = parcel.epoch == self.epoch;
         let reduce = match &mut self.phase {
-            Phase::Reducing { step, reduce, .. } if is_present && *step == at => reduce,
+            Phase::Reducing {
+                step,
+                sum: Sum::Links(reduce),
+                ..
+            } if is_present && *step == at => reduce,
             // A sum that is finished elsewhere is taken in once this replica has begun to wait for it.
-            Phase::Computing { step, reduce, .. }
-                if is_present && *step == at && matches!(phase, Half::Contribution { .. }) =>
-            {
-                reduce
-            }
+            Phase::Computing {
+                step,
+                sum: Sum::Links(reduce),
+                ..
+            } if is_present && *step == at && matches!(phase, Half::Contribution { .. }) => reduce,
             _ => {
                 self.keep_for_later(parcel, at);
                 return Ok(());
@@ -215,14 +256,45 @@ impl Draft {
     }
 
     pub(super) fn stage_if_reduced(&mut self, world: &mut World, id: RankId) -> Result<(), RankFault> {
-        if !matches!(&self.phase, Phase::Reducing { reduce, .. } if reduce.is_done()) {
+        let is_done = |sum: &Sum| matches!(sum, Sum::Links(reduce) if reduce.is_done());
+        if !matches!(&self.phase, Phase::Reducing { sum, .. } if is_done(sum)) {
             return Ok(());
         }
-        let Phase::Reducing { step, reduce, lanes } = std::mem::take(&mut self.phase) else {
+        let Phase::Reducing { step, sum, lanes } = std::mem::take(&mut self.phase) else {
             return Ok(());
         };
+        let Sum::Links(reduce) = sum else { return Ok(()) };
+        let gradient = reduce.finish().map_err(RankFault::passing)?;
+        self.stage(world, id, step, lanes, gradient)
+    }
+
+    /// The sum of a step came over NCCL.
+    pub(super) fn take_sum(
+        &mut self,
+        world: &mut World,
+        id: RankId,
+        at: Step,
+        gradient: Vec<f32>,
+    ) -> Result<(), RankFault> {
+        if !self.phase.awaits(at) {
+            return Ok(());
+        }
+        let Phase::Reducing { step, lanes, .. } = std::mem::take(&mut self.phase) else {
+            return Ok(());
+        };
+        self.stage(world, id, step, lanes, gradient)
+    }
+
+    /// Votes for a mean gradient.
+    fn stage(
+        &mut self,
+        world: &mut World,
+        id: RankId,
+        step: Step,
+        lanes: Vec<LaneMetrics>,
+        mut gradient: Vec<f32>,
+    ) -> Result<(), RankFault> {
         let weights = self.replica.ok_or_else(not_loaded)?;
-        let mut gradient = reduce.finish().map_err(RankFault::passing)?;
         let alone = self.group.as_ref().is_none_or(|group| group.members.len() < 2);
         if !alone && !world.calm && world.dice.one_in(world.plan.faults.disagree_one_in) {
             // A bit of its memory flipped. Alone nobody would see it.

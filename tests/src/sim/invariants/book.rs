@@ -292,7 +292,7 @@ impl Book {
                 self.seats.remove(seat);
             }
             Record::Closed => self.closed = true,
-            Record::SourceAdded { .. } | Record::Checkpointed { .. } => {}
+            Record::SourceAdded { .. } | Record::Checkpointed { .. } | Record::Sums { .. } => {}
         }
         Ok(())
     }

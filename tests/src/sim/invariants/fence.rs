@@ -1,13 +1,13 @@
 //! FENCE: nothing that an older epoch, generation or launch says has an effect.
 //!
 //! - Whoever was declared lost is not heard: such an event makes no command.
-//! - Epochs only go up, over launches, too, and all members of one are told the same.
+//! - Epochs only go up, over launches, too, and all members of one are told the same: also the id that they meet by.
 //! - A step is applied only after all members of the present epoch voted for it, in this epoch, with one voice; so two
 //!   epochs' members never both commit a step.
 
 use eaglet_actors::engine::Command;
 use eaglet_actors::journal::Record;
-use eaglet_runtime::control::{CoordinatorCommand, LaneMetrics, Member, RankEvent};
+use eaglet_runtime::control::{CollectiveId, CoordinatorCommand, LaneMetrics, Member, RankEvent};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, Seat, Step};
 
@@ -32,6 +32,7 @@ struct Participant {
     generation: Generation,
     invited: bool,
     ready: bool,
+    met: bool,
     begun: Option<Step>,
     vote: Option<Vote>,
     committed: Option<Step>,
@@ -43,6 +44,8 @@ pub struct Fence {
     epoch: Epoch,
     participants: Vec<Participant>,
     owners: Vec<u16>,
+    /// What the first of them has made for the others to meet it.
+    id: Option<CollectiveId>,
     step: Step,
     lanes: Vec<u16>,
 }
@@ -66,11 +69,17 @@ pub fn committed(fence: &Fence, record: &Record) -> Checked {
 impl Fence {
     /// Somebody who is present said something.
     pub fn heard(&mut self, seat: Seat, generation: Generation, event: &RankEvent) {
+        let first = self.participants.first().map(|member| member.seat);
         let participant = self
             .participants
             .iter_mut()
             .find(|member| Seat::draft(member.seat) == seat && member.generation == generation);
         match event {
+            RankEvent::CollectiveId { epoch, id } if *epoch == self.epoch => {
+                if participant.is_some_and(|member| Some(member.seat) == first) {
+                    self.id.get_or_insert_with(|| id.clone());
+                }
+            }
             RankEvent::GroupReady { epoch } if *epoch == self.epoch => {
                 if let Some(participant) = participant {
                     participant.ready = true;
@@ -111,6 +120,7 @@ impl Fence {
                 members,
                 owners,
             } => self.invited(book, seat, generation, *epoch, members, owners),
+            CoordinatorCommand::Meet { epoch, id } => self.met(seat, generation, *epoch, id),
             CoordinatorCommand::Begin { epoch, step, lanes } => {
                 self.begun(book, seat, generation, *epoch, *step, lanes)
             }
@@ -153,6 +163,7 @@ impl Fence {
             lanes::owners(book.lanes, members.iter().map(|member| member.seat), owners)?;
             self.epoch = epoch;
             self.owners = owners.to_vec();
+            self.id = None;
             self.step = Step(u64::MAX);
             self.participants = members
                 .iter()
@@ -161,6 +172,7 @@ impl Fence {
                     generation: member.generation,
                     invited: false,
                     ready: false,
+                    met: false,
                     begun: None,
                     vote: None,
                     committed: None,
@@ -180,6 +192,26 @@ impl Fence {
         let participant = self.participant(seat, generation)?;
         if std::mem::replace(&mut participant.invited, true) {
             return broken(NAME, format!("{seat} is invited to epoch {epoch} twice"));
+        }
+        Ok(())
+    }
+
+    /// A member is told how to meet the first one: once, in the present epoch, and as the first one said.
+    fn met(&mut self, seat: Seat, generation: Generation, epoch: Epoch, id: &CollectiveId) -> Checked {
+        let is_told = self.id.as_ref() == Some(id);
+        let is_first = self
+            .participants
+            .first()
+            .is_some_and(|first| first.seat == seat.index);
+        let present = self.epoch;
+        let participant = self.participant(seat, generation)?;
+        if epoch != present || !is_told || is_first || std::mem::replace(&mut participant.met, true) {
+            return broken(
+                NAME,
+                format!(
+                    "{seat} is told to meet in epoch {epoch} of {present}, by an id that nobody made for it"
+                ),
+            );
         }
         Ok(())
     }

@@ -87,6 +87,9 @@ impl Liveness {
                 (disputes >= DISPUTES, after)
             } else if says("disagree on the gradient") {
                 (disputes >= DISPUTES, AfterFailure::LaunchAgain)
+            } else if says("times in a row without a step") {
+                let torn = counts.of(Fault::CollectiveTorn) + counts.of(Fault::MessageLost);
+                (torn > 0, AfterFailure::LaunchAgain)
             } else if says("refused every sample of step") {
                 let step = book.plans.get(book.committed().0 as usize);
                 let empty = book

@@ -150,6 +150,7 @@ impl Verifier {
                 return Err(RankFault::passing(format!("a verifier was told {command:?}")));
             }
             Input::Bulk(parcel) => self.keep(parcel),
+            Input::Collective { .. } => {}
             Input::Closed {
                 from,
                 generation,

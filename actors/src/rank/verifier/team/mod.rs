@@ -231,6 +231,8 @@ impl Talk<'_> {
         match self.inbox.arrival(patience) {
             Ok(Input::Bulk(BulkEvent::Message(message))) => self.team.keep(message),
             Ok(Input::Bulk(event)) => self.team.hear_of(&event)?,
+            // Draft ranks' business.
+            Ok(Input::Sum { .. }) => {}
             Ok(Input::Command(command)) => {
                 let is_over = ends(&command, self.team.epoch);
                 self.inbox.put_aside(Input::Command(command));

@@ -1,0 +1,197 @@
+//! What draft ranks do together over NCCL: they meet once an epoch, and sum the gradients of its steps.
+//!
+//! NCCL-1: the members of an epoch meet by the id that the one with the lowest seat has made for it; one of another epoch
+//! is not used.
+//! NCCL-2: a rank says that its group is ready when all members have met, and not before.
+//! NCCL-3: an epoch that the coordinator calls over is aborted at once, whatever the compute thread is busy with. A part
+//! that does not end ends the process.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use eaglet_runtime::collective::{BucketPlan, SumMode};
+use eaglet_runtime::control::{CollectiveId, CoordinatorCommand};
+use eaglet_runtime::cuda::{
+    GradientSums, KernelCache, SearchPath, SumDevice, SumShape, SumWord, SumsAborter, UniqueId,
+};
+use eaglet_runtime::ids::Epoch;
+
+use super::{Context, RankFault};
+use crate::rank::inbox::Input;
+use crate::recipe;
+
+/// Longest wait for the end of an epoch's collectives.
+const ABORT_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Part of the coordinator's limit for a step in which its collectives are done, or broken: at the limit it would end all
+/// who wait, and not only who hangs.
+const STEP_SHARE: f64 = 0.9;
+
+/// Ends what a rank does over NCCL when the coordinator says so; shared with the thread that hears it.
+#[derive(Clone, Default)]
+pub(in crate::rank) struct AbortSwitch(Arc<Mutex<Option<(Epoch, SumsAborter)>>>);
+
+impl AbortSwitch {
+    fn arm(&self, epoch: Epoch, aborter: SumsAborter) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some((epoch, aborter));
+    }
+
+    /// Takes note of a command; NCCL-3. Returns at once.
+    pub(in crate::rank) fn hear(&self, command: &CoordinatorCommand) {
+        let (CoordinatorCommand::Abandon { epoch } | CoordinatorCommand::FormGroup { epoch, .. }) = command
+        else {
+            return;
+        };
+        let mut armed = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some((_, aborter)) = armed.take_if(|(armed, _)| *armed < *epoch) else {
+            return;
+        };
+        std::thread::spawn(move || {
+            if let Err(error) = aborter.abort(ABORT_PATIENCE) {
+                // The compute thread sees the same when it ends the epoch.
+                tracing::warn!(%error, "an abort is late");
+            }
+        });
+    }
+}
+
+/// What this rank meets and sums with.
+pub(super) struct Nccl {
+    device: SumDevice,
+    plan: BucketPlan,
+    mode: SumMode,
+    /// An id that came, perhaps before the epoch that it is for.
+    id: Option<(Epoch, UniqueId)>,
+}
+
+/// This rank's part in one epoch.
+pub(super) struct Part {
+    sums: GradientSums,
+    epoch: Epoch,
+    has_met: bool,
+    step_timeout: Duration,
+}
+
+impl Nccl {
+    /// Opens NCCL on the GPU of this process.
+    ///
+    /// # Errors
+    /// If it is not there.
+    pub(super) fn open(mode: SumMode, plan: BucketPlan) -> Result<Self, RankFault> {
+        let device = SumDevice::open(&SearchPath::here(), 0, KernelCache::here()).map_err(|error| {
+            RankFault::permanent(format!(
+                "training.collective = \"nccl\": {error}; `eaglet check` says what is missing, and \"links\" needs nothing"
+            ))
+        })?;
+        let (major, minor, patch) = device.version();
+        tracing::info!(version = format!("{major}.{minor}.{patch}"), %mode, "gradients are summed over NCCL");
+        Ok(Self {
+            device,
+            plan,
+            mode,
+            id: None,
+        })
+    }
+
+    /// Begins an epoch; what comes of it arrives in the inbox.
+    ///
+    /// # Errors
+    /// If the device fails, or the members contradict themselves.
+    pub(super) fn begin(
+        &mut self,
+        context: &Context,
+        epoch: Epoch,
+        members: &[u16],
+        owners: &[u16],
+    ) -> Result<Part, RankFault> {
+        let inputs = context.wires.inputs.clone();
+        let shape = SumShape {
+            members: members.to_vec(),
+            own: context.seat.index,
+            plan: self.plan.clone(),
+            mode: self.mode,
+            meeting_patience: Duration::from_millis(recipe::MEETING_TIMEOUT_MS),
+        };
+        let sums = GradientSums::begin_epoch(&self.device, shape, move |word| {
+            // The compute thread outlives its parts.
+            let _ = inputs.send(Input::Sum { epoch, word });
+        })
+        .map_err(RankFault::passing)?;
+        context.wires.abort_switch.arm(epoch, sums.aborter());
+        // NCCL-1
+        if let Some((_, id)) = self.id.filter(|(known, _)| *known == epoch) {
+            sums.meet(id);
+        }
+        let lanes_of = |member: &u16| owners.iter().filter(|owner| *owner == member).count();
+        let most_lanes = members.iter().map(lanes_of).max().unwrap_or(1).max(1);
+        let lane_timeout = Duration::from_secs(context.config.supervision.step_timeout_s);
+        Ok(Part {
+            sums,
+            epoch,
+            has_met: false,
+            step_timeout: lane_timeout.saturating_mul(most_lanes as u32).mul_f64(STEP_SHARE),
+        })
+    }
+
+    /// Takes the id of an epoch; of one that is over it is not heard.
+    ///
+    /// # Errors
+    /// If it is none.
+    pub(super) fn take_id(
+        &mut self,
+        epoch: Epoch,
+        id: &CollectiveId,
+        part: Option<&Part>,
+    ) -> Result<(), RankFault> {
+        let bytes = id
+            .bytes()
+            .ok_or_else(|| RankFault::passing("an id of another length came"))?;
+        let id = UniqueId(bytes);
+        self.id = Some((epoch, id));
+        // NCCL-1
+        if let Some(part) = part.filter(|part| part.epoch == epoch) {
+            part.sums.meet(id);
+        }
+        Ok(())
+    }
+}
+
+impl Part {
+    /// Whether all members have met.
+    pub(super) fn has_met(&self) -> bool {
+        self.has_met
+    }
+
+    /// All members have met.
+    pub(super) fn set_met(&mut self) {
+        self.has_met = true;
+    }
+
+    /// Begins the sum over some lanes, each with its owner.
+    ///
+    /// # Errors
+    /// If the members have not met, or a lane belongs to nobody.
+    pub(super) fn begin_step(&mut self, lanes: Vec<(u16, u16)>) -> Result<(), RankFault> {
+        if !self.has_met {
+            return Err(RankFault::passing("a step began before the members have met"));
+        }
+        self.sums
+            .begin(lanes, Instant::now() + self.step_timeout)
+            .map_err(RankFault::passing)
+    }
+
+    pub(super) fn sums(&mut self) -> &mut GradientSums {
+        &mut self.sums
+    }
+
+    /// Ends the part. NCCL-3.
+    ///
+    /// # Errors
+    /// If it does not end: the process has to.
+    pub(super) fn end(self) -> Result<(), RankFault> {
+        self.sums.end(ABORT_PATIENCE).map_err(RankFault::passing)
+    }
+}
+
+/// What a part has to tell.
+pub(in crate::rank) type Word = SumWord;

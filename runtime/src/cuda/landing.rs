@@ -1,0 +1,76 @@
+//! States on their way from a device to the host, while the device goes on computing.
+//!
+//! LANDING-1: the memory at both ends of a copy is given back after the copy.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::driver::{Context, CudaError};
+use super::memory::Pinned;
+use super::staging::Lent;
+use super::stream::Event;
+
+/// Pinned memory for arriving states, kept for the next ones.
+#[derive(Debug, Default)]
+pub(super) struct Landing {
+    free: Mutex<Vec<Pinned<u8>>>,
+}
+
+impl Landing {
+    /// At least `bytes` of pinned memory.
+    ///
+    /// # Errors
+    /// If the host does not give it.
+    pub(super) fn lend(&self, context: &Arc<Context>, bytes: usize) -> Result<Pinned<u8>, CudaError> {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(fitting) = free.iter().position(|memory| memory.len() >= bytes) {
+            return Ok(free.swap_remove(fitting));
+        }
+        // All states of a pass are alike, so what is too small is of no use any more.
+        free.clear();
+        Pinned::new(context, bytes)
+    }
+}
+
+/// Rows on their way from a device to the host.
+#[derive(Debug)]
+pub struct InFlight<'d> {
+    pub(super) landing: &'d Landing,
+    /// Where they arrive, without gaps; taken when this is dropped.
+    pub(super) arrived: Option<Pinned<u8>>,
+    /// Where they come from; it goes back to its pool with this.
+    #[expect(dead_code, reason = "held until the copy is done")]
+    pub(super) source: Lent<'d, u8>,
+    /// Marks their arrival.
+    pub(super) done: Event,
+    pub(super) rows: usize,
+    /// Bytes of a row.
+    pub(super) bytes: usize,
+}
+
+impl InFlight<'_> {
+    /// Waits for the rows and writes row `i` to `out[i · row_bytes..]`.
+    ///
+    /// # Panics
+    /// If there is not so much room; with its [`CudaError`] if the device failed.
+    pub fn land(self, out: &mut [u8], row_bytes: usize) {
+        if let Err(error) = self.done.synchronize() {
+            std::panic::panic_any(error);
+        }
+        let arrived = self.arrived.as_deref().unwrap_or_default();
+        let rows = arrived[..self.rows * self.bytes].chunks_exact(self.bytes);
+        for (out, row) in out.chunks_mut(row_bytes).zip(rows) {
+            out[..self.bytes].copy_from_slice(row);
+        }
+    }
+}
+
+impl Drop for InFlight<'_> {
+    fn drop(&mut self) {
+        // LANDING-1; an error has been told, or will be by the next operation.
+        let _ = self.done.synchronize();
+        if let Some(memory) = self.arrived.take() {
+            let mut free = self.landing.free.lock().unwrap_or_else(PoisonError::into_inner);
+            free.push(memory);
+        }
+    }
+}

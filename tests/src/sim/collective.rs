@@ -1,0 +1,184 @@
+//! NCCL as ranks see it: a meeting of all members or of none, sums that need all of them, and no word when one is gone.
+//!
+//! As with the library, whoever is left waits until it ends its own part, or until its own deadline; only sometimes it is
+//! told of an error.
+
+use std::collections::BTreeMap;
+
+use eaglet_runtime::control::CollectiveId;
+use eaglet_runtime::ids::Step;
+
+use super::fault::Fault;
+use super::invariants::Broken;
+use super::rank::{Input, RankId};
+use super::weights::{ELEMENTS, sum};
+use super::world::{What, World};
+
+/// Number of a meeting: what an id says.
+pub type MeetingId = u64;
+
+/// What a rank hears of its meeting.
+#[derive(Clone, Debug)]
+pub enum Word {
+    /// All are there.
+    Met,
+    /// They were to be there by now.
+    MeetingLate,
+    /// The mean gradient of a step.
+    Summed {
+        /// The step.
+        step: Step,
+        /// Its values.
+        values: [f32; ELEMENTS],
+    },
+    /// It was to be there by now.
+    SumLate {
+        /// The step.
+        step: Step,
+    },
+    /// The library says that something failed.
+    Torn,
+}
+
+/// Lanes with their gradients.
+pub type Lanes = Vec<(u16, [f32; ELEMENTS])>;
+
+/// The members of an epoch.
+#[derive(Debug, Default)]
+pub struct Meeting {
+    present: Vec<RankId>,
+    /// Somebody is gone: nothing comes to its end any more.
+    is_torn: bool,
+    /// Of the present step, what each member has brought.
+    brought: BTreeMap<RankId, (Step, Lanes)>,
+}
+
+/// What the control plane carries.
+pub fn id_of(meeting: MeetingId) -> CollectiveId {
+    let mut bytes = [0; CollectiveId::BYTES];
+    bytes[..8].copy_from_slice(&meeting.to_le_bytes());
+    CollectiveId::new(&bytes)
+}
+
+/// The meeting of an id.
+pub fn meeting_of(id: &CollectiveId) -> Option<MeetingId> {
+    let bytes = id.bytes()?;
+    let mut number = [0; 8];
+    number.copy_from_slice(&bytes[..8]);
+    Some(MeetingId::from_le_bytes(number))
+}
+
+impl World {
+    /// A new meeting.
+    pub(super) fn make_meeting(&mut self) -> MeetingId {
+        self.meetings.push(Meeting::default());
+        self.meetings.len() as MeetingId - 1
+    }
+
+    fn say_word(&mut self, id: RankId, meeting: MeetingId, word: Word, wait_ms: u64) {
+        let input = Input::Collective { meeting, word };
+        self.clock.after(wait_ms, What::Word(id, Box::new(input)));
+    }
+
+    /// A rank begins to meet the others.
+    pub(super) fn join(&mut self, id: RankId, meeting: MeetingId, ranks: usize) {
+        let patience_ms = self.plan.settings.form_timeout_ms * 2 / 3;
+        self.say_word(id, meeting, Word::MeetingLate, patience_ms);
+        let Some(group) = self.meetings.get_mut(meeting as usize) else {
+            return;
+        };
+        group.present.push(id);
+        if group.present.len() < ranks || group.is_torn {
+            return;
+        }
+        for id in group.present.clone() {
+            let wait_ms = self.dice.between(1, 6);
+            self.say_word(id, meeting, Word::Met, wait_ms);
+        }
+    }
+
+    /// A rank brings in its lanes of a step.
+    pub(super) fn bring(
+        &mut self,
+        id: RankId,
+        meeting: MeetingId,
+        step: Step,
+        lanes: Lanes,
+        patience_ms: u64,
+    ) {
+        self.say_word(id, meeting, Word::SumLate { step }, patience_ms);
+        let Some(group) = self.meetings.get_mut(meeting as usize) else {
+            return;
+        };
+        group.brought.insert(id, (step, lanes));
+        if group.brought.len() < group.present.len() || group.is_torn {
+            return;
+        }
+        let brought = std::mem::take(&mut group.brought);
+        let present = group.present.clone();
+        if brought.values().any(|(other, _)| *other != step) {
+            let what = format!("members of one epoch sum different steps: {brought:?}");
+            self.broken.get_or_insert(Broken {
+                invariant: "FENCE",
+                what,
+            });
+            return;
+        }
+        let mut lanes: Lanes = brought.into_values().flat_map(|(_, lanes)| lanes).collect();
+        lanes.sort_by_key(|&(lane, _)| lane);
+        let gradients: Vec<_> = lanes.into_iter().map(|(_, gradient)| gradient).collect();
+        let values = sum(&gradients);
+        for id in present {
+            let wait_ms = self.dice.between(0, 4);
+            self.say_word(id, meeting, Word::Summed { step, values }, wait_ms);
+        }
+    }
+
+    /// A rank ends its part in a meeting: it died, or aborts. Most often nobody is told.
+    pub(super) fn leave(&mut self, id: RankId, meeting: MeetingId) {
+        let Some(group) = self.meetings.get_mut(meeting as usize) else {
+            return;
+        };
+        group.is_torn = true;
+        group.present.retain(|&present| present != id);
+        let left = group.present.clone();
+        if self.dice.one_in(3) {
+            for id in left {
+                let wait_ms = self.dice.between(0, 5);
+                self.say_word(id, meeting, Word::Torn, wait_ms);
+            }
+        }
+    }
+
+    /// A process that ended is gone from all meetings.
+    pub(super) fn leave_all(&mut self, id: RankId) {
+        let joined: Vec<MeetingId> = (0..)
+            .zip(&self.meetings)
+            .filter(|(_, group)| group.present.contains(&id))
+            .map(|(meeting, _)| meeting)
+            .collect();
+        for meeting in joined {
+            self.leave(id, meeting);
+        }
+    }
+
+    /// The library fails at one member, and all of them live; whether there was a meeting.
+    pub(super) fn tear_a_meeting(&mut self, id: RankId) -> bool {
+        let live = (0..)
+            .zip(&self.meetings)
+            .find(|(_, group)| group.present.len() > 1 && group.present.contains(&id) && !group.is_torn);
+        let Some((meeting, _)) = live else { return false };
+        self.meetings[meeting as usize].is_torn = true;
+        self.say_word(id, meeting, Word::Torn, 0);
+        true
+    }
+
+    /// Whether the end of a part never comes to its own end.
+    pub(super) fn abort_is_stuck(&mut self) -> bool {
+        let is_stuck = !self.calm && self.dice.one_in(self.plan.faults.stuck_abort_one_in);
+        if is_stuck {
+            self.counts.note(Fault::AbortStuck);
+        }
+        is_stuck
+    }
+}
