@@ -21,7 +21,9 @@ use eaglet_runtime::contract::HiddenDtype;
 use eaglet_runtime::cuda::{Cuda, Precision};
 use eaglet_runtime::device::{Cpu, Device};
 use eaglet_runtime::row::{PackedRow, Sample};
-use eaglet_runtime::verifier::{Alone, Shard, Verifier, VerifierFiles, VerifierOptions};
+use eaglet_runtime::verifier::{
+    Alone, LayerConfig, MlpConfig, Shard, Verifier, VerifierConfig, VerifierFiles, VerifierOptions,
+};
 use eaglet_runtime::weights::Weights;
 
 type Outcome = Result<(), Box<dyn Error>>;
@@ -51,8 +53,44 @@ const OWN: [&str; 19] = [
 
 /// Largest difference over a tensor's largest value.
 const TOLERANCE: f32 = 1e-5;
-/// The same with products of bf16.
-const BF16_TOLERANCE: f32 = 0.05;
+/// Largest error of a tensor with products of bf16, root mean square of the differences over that of the values; 0.022 was
+/// measured.
+const BF16_TOLERANCE: f32 = 0.03;
+/// The same where tokens go to experts: one whose experts are nearly tied, as those of random routers are, may go to
+/// another one, and then its whole row differs; 0.083 was measured.
+const BF16_EXPERTS_TOLERANCE: f32 = 0.12;
+
+/// How far numbers are apart, and how far they may be.
+#[derive(Clone, Copy)]
+struct Measure {
+    distance: fn(&[f32], &[f32]) -> f32,
+    tolerance: f32,
+}
+
+const EXACT: Measure = Measure {
+    distance: difference,
+    tolerance: TOLERANCE,
+};
+
+/// For products of bf16.
+fn rounded(config: &VerifierConfig) -> Measure {
+    let has_experts = |layer: &LayerConfig| matches!(layer.mlp, MlpConfig::Experts(_));
+    Measure {
+        distance: root_mean_square,
+        tolerance: match config.blocks.iter().any(has_experts) {
+            true => BF16_EXPERTS_TOLERANCE,
+            false => BF16_TOLERANCE,
+        },
+    }
+}
+
+fn root_mean_square(actual: &[f32], expected: &[f32]) -> f32 {
+    assert_eq!(actual.len(), expected.len());
+    let square = |x: f32| f64::from(x) * f64::from(x);
+    let apart: f64 = actual.iter().zip(expected).map(|(a, b)| square(a - b)).sum();
+    let whole: f64 = expected.iter().map(|&b| square(b)).sum();
+    (apart / whole).sqrt() as f32
+}
 
 fn tokens(golden: &Weights, name: &str) -> Result<Vec<u32>, Box<dyn Error>> {
     let view = golden.tensor(name)?;
@@ -72,21 +110,21 @@ fn one_document(tokens: Vec<u32>) -> PackedRow {
     row
 }
 
-fn compare(what: &str, actual: &[f32], expected: &[f32], worst: &mut f32, tolerance: f32) -> Outcome {
-    let difference = difference(actual, expected);
+fn compare(what: &str, actual: &[f32], expected: &[f32], worst: &mut f32, measure: Measure) -> Outcome {
+    let difference = (measure.distance)(actual, expected);
     *worst = worst.max(difference);
-    if difference <= tolerance {
+    if difference <= measure.tolerance {
         return Ok(());
     }
     Err(format!("{what} differs by {difference:e}").into())
 }
 
 /// Compares a loaded verifier's numbers with the golden ones.
-fn check_golden(folder: &Path, verifier: &mut Verifier<impl Device>, tolerance: f32) -> Outcome {
+fn check_golden(folder: &Path, verifier: &mut Verifier<impl Device>, measure: Measure) -> Outcome {
     let golden = Weights::open_file(folder.join("golden.safetensors"))?;
     let layers = verifier.config().layers;
     let compare = |what: &str, actual: &[f32], expected: &[f32], worst: &mut f32| {
-        compare(what, actual, expected, worst, tolerance)
+        compare(what, actual, expected, worst, measure)
     };
     let mut worst = 0.0;
     for sequence in ["a", "b"] {
@@ -111,8 +149,8 @@ fn check_golden(folder: &Path, verifier: &mut Verifier<impl Device>, tolerance: 
 fn residual_streams_and_logits_are_those_of_transformers() -> Outcome {
     let (mut checked, mut wrong) = (Vec::new(), Vec::new());
     for folder in model_folders() {
-        let outcome = load(Cpu::new(2)?, &folder)
-            .and_then(|mut verifier| check_golden(&folder, &mut verifier, TOLERANCE));
+        let outcome =
+            load(Cpu::new(2)?, &folder).and_then(|mut verifier| check_golden(&folder, &mut verifier, EXACT));
         if let Err(error) = outcome {
             wrong.push(format!("{}: {error}", folder.display()));
         }
@@ -151,16 +189,16 @@ fn load_on_cuda(device: Cuda, folder: &Path) -> Result<Verifier<Cuda>, Box<dyn E
 /// The same numbers, with every operation on a GPU or on what stands in for one.
 #[test]
 fn residual_streams_and_logits_on_cuda_are_those_of_transformers() -> Outcome {
-    check_on_cuda(Precision::F32, TOLERANCE)
+    check_on_cuda(Precision::F32, |_| EXACT)
 }
 
 /// Products of bf16 differ by the rounding of their factors, 2^-9 each.
 #[test]
 fn residual_streams_and_logits_in_bf16_on_cuda_are_near_those_of_transformers() -> Outcome {
-    check_on_cuda(Precision::Bf16, BF16_TOLERANCE)
+    check_on_cuda(Precision::Bf16, rounded)
 }
 
-fn check_on_cuda(precision: Precision, tolerance: f32) -> Outcome {
+fn check_on_cuda(precision: Precision, measure: fn(&VerifierConfig) -> Measure) -> Outcome {
     let (Some(search), Some(cache)) = (stack::search(), stack::cache()) else {
         return Ok(());
     };
@@ -168,8 +206,10 @@ fn check_on_cuda(precision: Precision, tolerance: f32) -> Outcome {
     let mut wrong = Vec::new();
     for name in OWN {
         let (folder, device) = (own.join(name), Cuda::new(&search, 0, cache.clone(), precision)?);
-        let outcome = load_on_cuda(device, &folder)
-            .and_then(|mut verifier| check_golden(&folder, &mut verifier, tolerance));
+        let outcome = load_on_cuda(device, &folder).and_then(|mut verifier| {
+            let measure = measure(verifier.config());
+            check_golden(&folder, &mut verifier, measure)
+        });
         if let Err(error) = outcome {
             wrong.push(format!("{name}: {error}"));
         }
@@ -205,7 +245,7 @@ fn captured_states_are_those_the_trainers_were_given() -> Outcome {
     let (values, _) = states.bytes.as_chunks::<4>();
     let values: Vec<f32> = values.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect();
     let mut worst = 0.0;
-    compare("hidden_states", &values, &expected, &mut worst, TOLERANCE)?;
+    compare("hidden_states", &values, &expected, &mut worst, EXACT)?;
     println!("within {worst:.1e}");
     Ok(())
 }
