@@ -26,14 +26,16 @@ pub(super) struct AttentionBlock {
 }
 
 enum Projections {
-    Grouped {
-        q: Linear,
-        k: Linear,
-        v: Linear,
-        /// Weights of the norms of a head of queries and of keys.
-        norms: Option<(Buffer, Buffer)>,
-    },
+    Grouped(Box<Grouped>),
     Latent(Box<Latent>),
+}
+
+struct Grouped {
+    q: Linear,
+    k: Linear,
+    v: Linear,
+    /// Weights of the norms of a head of queries and of keys.
+    norms: Option<(Buffer, Buffer)>,
 }
 
 struct Latent {
@@ -124,7 +126,7 @@ impl AttentionBlock {
                 .rope
                 .as_ref()
                 .map(|rope| rotations.index_of(rope, 0, Pairing::Halves)),
-            projections: Projections::Grouped { q, k, v, norms },
+            projections: Projections::Grouped(Box::new(Grouped { q, k, v, norms })),
             output: loader.inputs("self_attn.o_proj", hidden, query_width, rows, config.output_bias),
         }
     }
@@ -213,7 +215,8 @@ impl AttentionBlock {
     /// Takes vectors and matrices to where they are to be.
     pub(super) fn place(&mut self, to: &mut impl Residence) {
         match &mut self.projections {
-            Projections::Grouped { q, k, v, norms } => {
+            Projections::Grouped(grouped) => {
+                let Grouped { q, k, v, norms } = &mut **grouped;
                 [q, k, v].into_iter().for_each(|linear| linear.place(to));
                 let norms = norms.iter_mut().flat_map(|(q, k)| [q, k]);
                 norms.for_each(|norm| to.vector(norm));
@@ -273,12 +276,13 @@ impl AttentionBlock {
         let mut k = take(device, k, "k", rows * shape.key_width());
         let mut v = take(device, v, "v", rows * shape.value_width());
         match &self.projections {
-            Projections::Grouped {
-                q: queries,
-                k: keys,
-                v: values,
-                norms,
-            } => {
+            Projections::Grouped(grouped) => {
+                let Grouped {
+                    q: queries,
+                    k: keys,
+                    v: values,
+                    norms,
+                } = &**grouped;
                 values.apply(device, input, v.reborrow(), false);
                 let places = [
                     (queries, q.reborrow(), shape.heads),

@@ -75,10 +75,13 @@ impl Fence {
             .iter_mut()
             .find(|member| Seat::draft(member.seat) == seat && member.generation == generation);
         match event {
-            RankEvent::CollectiveId { epoch, id } if *epoch == self.epoch => {
-                if participant.is_some_and(|member| Some(member.seat) == first) {
-                    self.id.get_or_insert_with(|| id.clone());
-                }
+            RankEvent::CollectiveId { epoch, id }
+                if *epoch == self.epoch
+                    && participant
+                        .as_ref()
+                        .is_some_and(|member| Some(member.seat) == first) =>
+            {
+                self.id.get_or_insert_with(|| id.clone());
             }
             RankEvent::GroupReady { epoch } if *epoch == self.epoch => {
                 if let Some(participant) = participant {
