@@ -477,5 +477,8 @@ fn load_without_room() {
         kept.iter().for_each(|weights| gpu.keep(weights));
     }));
     let why = loading.expect_err("there is no room for all");
-    println!("{}", why.downcast_ref::<CudaError>().expect("the driver's answer"));
+    println!(
+        "{}",
+        why.downcast_ref::<CudaError>().expect("the driver's answer")
+    );
 }
