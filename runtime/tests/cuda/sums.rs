@@ -188,8 +188,11 @@ fn end(parts: Vec<Part>) {
     }
 }
 
-/// Memberships with the owners of their lanes: one, two and three members, some without a lane.
-const CASES: &[(&[u16], &[(u16, u16)])] = &[
+/// Members, and lanes with their owners.
+type Membership = (&'static [u16], &'static [(u16, u16)]);
+
+/// One, two and three members, some without a lane.
+const CASES: &[Membership] = &[
     (&[0], &[(0, 0), (1, 0), (2, 0), (5, 0)]),
     (&[3], &[(0, 3), (1, 3), (2, 3), (5, 3)]),
     (&[0, 1], &[(0, 0), (1, 1), (2, 0), (5, 1)]),
