@@ -8,8 +8,6 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use bytemuck::Pod;
-
 use super::blas::{Blas, Factor};
 use super::cache::KernelCache;
 use super::driver::{Context, CudaError, Driver};
@@ -19,15 +17,14 @@ use super::library::SearchPath;
 use super::matrix::{Indices, MatrixView, MatrixViewMut};
 use super::memory::{Holders, Memory};
 use super::nvrtc::Nvrtc;
-use super::operands::{self, Input, InputMatrix, Output, OutputMatrix};
-use super::staging::{Lent, Staging};
-use super::stream::{Event, Stream};
+use super::operands::{Input, Output};
+use super::staging::Staging;
+use super::stream::Stream;
 use super::upload::Uploads;
 use super::weights::UNPACKED_BYTES;
 use crate::contract::HiddenDtype;
 use crate::device::check_capture;
 use crate::device::floats::{Place, PlaceMut};
-use crate::device::matrix::reach;
 use crate::device::{
     AdamWUpdate, Attention, AttentionGradients, AttentionInputs, AttentionPlan, Buffer, Device, Floats,
     FloatsMut, Gate, Matrix, MatrixMut, Products, RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow,
@@ -48,19 +45,19 @@ pub enum Precision {
 #[derive(Debug)]
 pub struct Cuda {
     pub(super) memory: Arc<Memory>,
-    staging: Staging,
+    pub(super) staging: Staging,
     pub(super) uploads: Uploads,
     /// Bytes of a tile of weights that are unpacked for a product.
     pub(super) unpacked_bytes: usize,
     /// Where captured states arrive on the host.
-    landing: Landing,
+    pub(super) landing: Landing,
     /// What the last attention saw, for layers that see the same.
     last_plan: Mutex<Option<(AttentionPlan, AttentionTables)>>,
     pub(super) blas: Blas,
     pub(super) kernels: Kernels,
     pub(super) stream: Stream,
     /// For copies beside what is computed.
-    copies: Stream,
+    pub(super) copies: Stream,
     pub(super) context: Arc<Context>,
     pub(super) precision: Precision,
 }
@@ -130,84 +127,6 @@ impl Cuda {
             unpacked_bytes,
             ..self
         }
-    }
-
-    pub(super) fn room<T: Pod>(&self, len: usize) -> Lent<'_, T> {
-        must(self.staging.lend(len))
-    }
-
-    fn send<T: Pod>(&self, from: &[T]) -> Lent<'_, T> {
-        let mut to = self.room(from.len());
-        must(self.stream.send(from, to.view_mut()));
-        to
-    }
-
-    fn receive<T: Pod>(&self, from: &Lent<'_, T>, to: &mut [T]) {
-        must(self.stream.download(from.view(), to));
-    }
-
-    /// Floats to read.
-    fn input<'a>(&self, floats: Floats<'a>) -> Input<'_, 'a> {
-        must(operands::input(&self.staging, &self.stream, floats))
-    }
-
-    /// Floats to write; some are left as they are, or added to.
-    fn target<'a>(&self, floats: FloatsMut<'a>) -> Output<'_, 'a> {
-        must(operands::output(&self.staging, &self.stream, floats, true))
-    }
-
-    /// Floats that are all written to.
-    fn output<'a>(&self, floats: FloatsMut<'a>) -> Output<'_, 'a> {
-        must(operands::output(&self.staging, &self.stream, floats, false))
-    }
-
-    pub(super) fn settle(&self, written: Output<'_, '_>) {
-        must(written.settle(&self.stream));
-    }
-
-    /// A matrix as it lies; of a transpose, what it is the transpose of.
-    pub(super) fn input_stored<'a>(&self, matrix: Matrix<'a>) -> (InputMatrix<'_, 'a>, bool) {
-        let turned = matrix.col_stride != 1;
-        assert!(
-            !turned || matrix.row_stride == 1,
-            "elements along one side of a matrix are adjacent"
-        );
-        let len = reach(matrix.rows, matrix.cols, matrix.row_stride, matrix.col_stride);
-        let (rows, cols, row_stride) = match turned {
-            true => (matrix.cols, matrix.rows, matrix.col_stride),
-            false => (matrix.rows, matrix.cols, matrix.row_stride),
-        };
-        let sent = InputMatrix {
-            data: self.input(matrix.data.part(0..len)),
-            rows,
-            cols,
-            row_stride: row_stride.max(cols),
-        };
-        (sent, turned)
-    }
-
-    fn input_matrix<'a>(&self, matrix: Matrix<'a>) -> InputMatrix<'_, 'a> {
-        assert_eq!(matrix.col_stride, 1, "elements of a row are adjacent");
-        self.input_stored(matrix).0
-    }
-
-    /// A matrix that is written to. What lies between its rows is carried along.
-    pub(super) fn target_matrix<'a>(&self, matrix: MatrixMut<'a>) -> OutputMatrix<'_, 'a> {
-        let len = reach(matrix.rows, matrix.cols, matrix.row_stride, 1);
-        OutputMatrix {
-            data: self.target(matrix.data.into_part(0..len)),
-            rows: matrix.rows,
-            cols: matrix.cols,
-            row_stride: matrix.row_stride.max(matrix.cols),
-        }
-    }
-
-    /// bf16 of a matrix, in rows without gaps.
-    pub(super) fn narrow(&self, from: MatrixView<'_>, rows: usize, cols: usize) -> Lent<'_, u16> {
-        let mut narrow = self.room(rows * cols);
-        let to = MatrixViewMut::new(narrow.view_mut(), rows, cols);
-        must(self.kernels.narrow(&self.stream, from, to));
-        narrow
     }
 
     fn product(&self, c: MatrixMut<'_>, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool) {
@@ -728,33 +647,6 @@ fn operands_of<'a>(inputs: &'a [Input<'_, '_>; 5], diagonals: usize) -> Attentio
 }
 
 impl Cuda {
-    /// Begins to bring rows to the host, beside what is computed next.
-    #[allow(unsafe_code)]
-    fn begin_landing<'d>(
-        &'d self,
-        source: Lent<'d, u8>,
-        rows: usize,
-        bytes: usize,
-    ) -> Result<InFlight<'d>, CudaError> {
-        let ready = Event::new(&self.context)?;
-        self.stream.record(&ready)?;
-        self.copies.wait_for(&ready)?;
-        let mut arrived = self.landing.lend(&self.context, rows * bytes)?;
-        // SAFETY: LANDING-1, both go into what is returned, and it waits for the mark before it gives them back.
-        let done = unsafe {
-            self.copies
-                .begin_download(source.view().part(0..rows * bytes), &mut arrived)?
-        };
-        Ok(InFlight {
-            landing: &self.landing,
-            arrived: Some(arrived),
-            source,
-            done,
-            rows,
-            bytes,
-        })
-    }
-
     fn attention_inputs<'a>(
         &self,
         attention: &Attention<'_>,

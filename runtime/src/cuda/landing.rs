@@ -4,6 +4,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::device::Cuda;
 use super::driver::{Context, CudaError};
 use super::memory::Pinned;
 use super::staging::Lent;
@@ -72,5 +73,34 @@ impl Drop for InFlight<'_> {
             let mut free = self.landing.free.lock().unwrap_or_else(PoisonError::into_inner);
             free.push(memory);
         }
+    }
+}
+
+impl Cuda {
+    /// Begins to bring rows to the host, beside what is computed next.
+    #[allow(unsafe_code)]
+    pub(super) fn begin_landing<'d>(
+        &'d self,
+        source: Lent<'d, u8>,
+        rows: usize,
+        bytes: usize,
+    ) -> Result<InFlight<'d>, CudaError> {
+        let ready = Event::new(&self.context)?;
+        self.stream.record(&ready)?;
+        self.copies.wait_for(&ready)?;
+        let mut arrived = self.landing.lend(&self.context, rows * bytes)?;
+        // SAFETY: LANDING-1, both go into what is returned, and it waits for the mark before it gives them back.
+        let done = unsafe {
+            self.copies
+                .begin_download(source.view().part(0..rows * bytes), &mut arrived)?
+        };
+        Ok(InFlight {
+            landing: &self.landing,
+            arrived: Some(arrived),
+            source,
+            done,
+            rows,
+            bytes,
+        })
     }
 }
