@@ -20,6 +20,22 @@ use serde_json::Value;
 /// Longest that any test waits for anything.
 pub const PATIENCE: Duration = Duration::from_secs(100);
 
+/// Settings with which whoever is lost comes again at once, however often.
+pub const QUICK_RESTARTS: &[&str] = &[
+    "verifier_restarts.max=100",
+    "verifier_restarts.backoff_initial_ms=1",
+    "verifier_restarts.backoff_max_ms=1",
+    "draft_restarts.max=100",
+    "draft_restarts.backoff_initial_ms=1",
+    "draft_restarts.backoff_max_ms=1",
+];
+
+/// Settings with which only a fault is a loss, however busy the machine is.
+pub const PATIENT: &[&str] = &[
+    "supervision.dead_after_ms=15000",
+    "supervision.coordinator_lease_ms=30000",
+];
+
 /// The repository.
 pub fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))

@@ -13,7 +13,7 @@ use eaglet_runtime::link::{
 use eaglet_tests::disk::Disk;
 use eaglet_tests::drill::{self, Effect, Line, Quiet, is_stopped, losses, print, token};
 use eaglet_tests::traces::{completed, nothing_is_left, only_its_address_is_left, sockets};
-use eaglet_tests::{Cluster, PATIENCE, processes_of, send};
+use eaglet_tests::{Cluster, PATIENCE, PATIENT, QUICK_RESTARTS, processes_of, send};
 use rustix::process::Signal;
 
 /// Twelve small steps, a checkpoint after every fourth; replacements start at once.
@@ -26,17 +26,6 @@ const SETS: &[&str] = &[
     "draft.intermediate_size=64",
     "checkpoints.every_steps=4",
     "samples.held_out=[]",
-    "verifier_restarts.max=100",
-    "verifier_restarts.backoff_initial_ms=1",
-    "verifier_restarts.backoff_max_ms=1",
-    "draft_restarts.max=100",
-    "draft_restarts.backoff_initial_ms=1",
-    "draft_restarts.backoff_max_ms=1",
-];
-/// Only a fault is a loss, however busy the machine is.
-const PATIENT: &[&str] = &[
-    "supervision.dead_after_ms=15000",
-    "supervision.coordinator_lease_ms=30000",
 ];
 /// Silence is noticed as in a run without settings.
 const PROMPT: &[&str] = &[
@@ -63,7 +52,7 @@ fn quiet() -> &'static Quiet {
 }
 
 fn sets(more: &[&'static str]) -> Vec<&'static str> {
-    [SETS, more].concat()
+    [SETS, QUICK_RESTARTS, more].concat()
 }
 
 /// Faults of one seat, each of the next occupant; `PLACE@` is a point with a step, which grows from entry to entry.
@@ -454,7 +443,7 @@ fn a_wrong_list_of_faults_ends_the_launch_with_its_entry() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let directory = folder.path().join("run");
     let finished =
-        Cluster::launch_with_faults(&directory, SETS, "draft-0:load=kill;draft-1:stagd=kill").finish();
+        Cluster::launch_with_faults(&directory, &sets(&[]), "draft-0:load=kill;draft-1:stagd=kill").finish();
     assert_eq!(finished.status.code(), Some(2), "{finished:#?}");
     assert_eq!(finished.errors.lines().count(), 1, "{finished:#?}");
     for words in [

@@ -14,7 +14,9 @@ use std::sync::OnceLock;
 
 use eaglet_tests::drill::{losses, token};
 use eaglet_tests::traces::{completed, nothing_is_left, same_weights};
-use eaglet_tests::{Cluster, Finished, ask, eaglet, final_weights, repository, send};
+use eaglet_tests::{
+    Cluster, Finished, PATIENT, QUICK_RESTARTS, ask, eaglet, final_weights, repository, send,
+};
 use rustix::process::Signal;
 use safetensors::SafeTensors;
 use serde_json::Value;
@@ -29,15 +31,6 @@ const SETS: &[&str] = &[
     "draft.intermediate_size=64",
     "checkpoints.every_steps=2",
     "samples.held_out=[]",
-    "verifier_restarts.max=100",
-    "verifier_restarts.backoff_initial_ms=1",
-    "verifier_restarts.backoff_max_ms=1",
-    "draft_restarts.max=100",
-    "draft_restarts.backoff_initial_ms=1",
-    "draft_restarts.backoff_max_ms=1",
-    // Only a fault is a loss, however busy the machine is.
-    "supervision.dead_after_ms=15000",
-    "supervision.coordinator_lease_ms=30000",
 ];
 /// Two GPUs, so that a fault can be meant for one of the ranks.
 const ON_GPUS: &str =
@@ -59,15 +52,18 @@ fn variables(devices: &str) -> Option<Vec<(&'static str, String)>> {
     ])
 }
 
-fn launch(directory: &Path, ranks: &str, extra: &[(&str, &str)]) -> Option<Cluster> {
+fn launch(directory: &Path, sets: &[&str], extra: &[(&str, &str)]) -> Option<Cluster> {
     let stack = variables("2")?;
     let mut all: Vec<(&str, &str)> = stack
         .iter()
         .map(|(name, value)| (*name, value.as_str()))
         .collect();
     all.extend(extra);
-    let sets: Vec<&str> = SETS.iter().copied().chain([ranks]).collect();
-    Some(Cluster::launch_with(directory, &sets, &all))
+    Some(Cluster::launch_with(
+        directory,
+        &[SETS, QUICK_RESTARTS, PATIENT, sets].concat(),
+        &all,
+    ))
 }
 
 /// The undisturbed run.
@@ -76,7 +72,7 @@ fn quiet() -> Option<&'static Path> {
     let quiet = QUIET.get_or_init(|| {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let directory = folder.path().join("quiet");
-        completed(&launch(&directory, ON_GPUS, &[])?.finish());
+        completed(&launch(&directory, &[ON_GPUS], &[])?.finish());
         assert_eq!(losses(&directory).len(), 0);
         Some((folder, directory))
     });
@@ -270,12 +266,12 @@ fn a_run_on_gpus_ends_with_the_same_bits_each_time_and_near_a_run_on_cpus() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let again = folder.path().join("again");
     // Which GPU is whose, and which others there are, decides nothing.
-    let cluster = launch(&again, ON_GPUS, &[("CUDA_VISIBLE_DEVICES", "1,0")]).expect("as before");
+    let cluster = launch(&again, &[ON_GPUS], &[("CUDA_VISIBLE_DEVICES", "1,0")]).expect("as before");
     completed(&cluster.finish());
     same_weights(quiet, &again);
 
     let on_cpus = folder.path().join("cpus");
-    completed(&launch(&on_cpus, ON_CPUS, &[]).expect("as before").finish());
+    completed(&launch(&on_cpus, &[ON_CPUS], &[]).expect("as before").finish());
     let distance = distance(quiet, &on_cpus);
     assert!(
         distance > 0.0,
@@ -290,7 +286,7 @@ fn killed_ranks_leave_the_weights_of_the_quiet_run() {
     let Some(quiet) = quiet() else { return };
     let folder = tempfile::tempdir().expect("a temporary folder");
     let directory = folder.path().join("killed");
-    let mut cluster = launch(&directory, ON_GPUS, &[]).expect("as before");
+    let mut cluster = launch(&directory, &[ON_GPUS], &[]).expect("as before");
     let tokens = BTreeSet::from([token(&mut cluster)]);
     cluster.wait_for_step(1);
     send(cluster.rank("draft", 0), Signal::KILL);
@@ -318,7 +314,7 @@ fn with_fault(fault: &str) -> Option<(tempfile::TempDir, PathBuf, Finished)> {
         ("EAGLET_STANDIN_FAULT", fault),
         ("EAGLET_STANDIN_ONCE", once.to_str().expect("UTF-8")),
     ];
-    let finished = launch(&directory, ON_GPUS, &variables)?.finish();
+    let finished = launch(&directory, &[ON_GPUS], &variables)?.finish();
     assert!(once.exists(), "{fault} did not strike: {finished:#?}");
     Some((folder, directory, finished))
 }

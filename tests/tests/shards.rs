@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 
 use eaglet_tests::drill::{Effect, Line, Quiet, is_stopped, metrics, print, token};
 use eaglet_tests::traces::completed;
-use eaglet_tests::{Cluster, ask, final_weights, processes_of, send};
+use eaglet_tests::{Cluster, PATIENT, QUICK_RESTARTS, ask, final_weights, processes_of, send};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -26,14 +26,6 @@ const SETS: &[&str] = &[
     "checkpoints.every_steps=4",
     "samples.held_out=[]",
     "samples.held_out_every=60",
-    "verifier_restarts.max=100",
-    "verifier_restarts.backoff_initial_ms=1",
-    "verifier_restarts.backoff_max_ms=1",
-    "draft_restarts.max=100",
-    "draft_restarts.backoff_initial_ms=1",
-    "draft_restarts.backoff_max_ms=1",
-    "supervision.dead_after_ms=15000",
-    "supervision.coordinator_lease_ms=30000",
 ];
 
 /// How a verifier is cut, and how many of it there are.
@@ -71,7 +63,10 @@ impl Cut {
             format!("verifier.tensor={}", self.slices),
             format!("ranks=[{}]", ranks.join(",")),
         ];
-        let common = SETS.iter().chain(more).map(|set| (*set).to_owned());
+        let common = [SETS, QUICK_RESTARTS, PATIENT, more]
+            .concat()
+            .into_iter()
+            .map(|set| (*set).to_owned());
         common.chain(own).collect()
     }
 }

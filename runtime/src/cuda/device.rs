@@ -130,16 +130,7 @@ impl Cuda {
     }
 
     fn product(&self, c: MatrixMut<'_>, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool) {
-        assert_eq!(
-            (a.rows, b.rows, b.cols),
-            (c.rows, a.cols, c.cols),
-            "shapes of a product"
-        );
-        if c.rows * c.cols == 0 {
-            return;
-        }
-        if a.cols == 0 {
-            assert!(accumulate, "a product without depth");
+        if is_nothing(&c, &a, (b.rows, b.cols), accumulate) {
             return;
         }
         let ((a, a_turned), (b, b_turned)) = (self.input_stored(a), self.input_stored(b));
@@ -185,6 +176,24 @@ impl Cuda {
         ));
         self.settle(target.data);
     }
+}
+
+/// Checks the shapes of a product with a factor `[depth, outputs]`; whether there is nothing to compute.
+#[track_caller]
+pub(super) fn is_nothing(
+    c: &MatrixMut<'_>,
+    a: &Matrix<'_>,
+    (depth, outputs): (usize, usize),
+    accumulate: bool,
+) -> bool {
+    assert_eq!(
+        (a.rows, depth, outputs),
+        (c.rows, a.cols, c.cols),
+        "shapes of a product"
+    );
+    let is_empty = c.rows * c.cols == 0;
+    assert!(is_empty || depth > 0 || accumulate, "a product without depth");
+    is_empty || depth == 0
 }
 
 pub(super) fn factor<T>(stored: MatrixView<'_, T>, turned: bool) -> Factor<'_, T> {

@@ -12,9 +12,9 @@ use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
 use super::blas::{Element, Factor};
-use super::device::{Cuda, Precision, must};
+use super::device::{Cuda, Precision, factor, is_nothing, must};
 use super::driver::{Context, CudaError};
-use super::kernels::{DeviceForm, RowChoice, Scales};
+use super::kernels::{DeviceForm, Kernels, RowChoice, Scales};
 use super::matrix::{Indices, MatrixView, MatrixViewMut, count};
 use super::memory::{Buffer, Memory, View};
 use super::operands::OutputMatrix;
@@ -309,49 +309,32 @@ fn unpack_on_host(
     Ok(())
 }
 
+/// Unpacks columns from one on of some rows into a tile `[rows, cols]`.
+type UnpackTile<T> = fn(
+    &Kernels,
+    &Stream,
+    &DeviceForm<'_>,
+    RowChoice<'_>,
+    usize,
+    MatrixViewMut<'_, T>,
+) -> Result<(), CudaError>;
+
 /// What the elements of products are on this device.
 trait Unpack: Element {
+    /// Weights that are stored so are multiplied by as they lie.
     const STORED: FloatKind;
-
-    /// Unpacks rows of `weights` from `first` on into a tile `[rows, cols]`.
-    fn unpack(
-        device: &Cuda,
-        weights: &GpuMatrix,
-        first: usize,
-        tile: MatrixViewMut<'_, Self>,
-    ) -> Result<(), CudaError>;
+    /// What makes them of others.
+    const UNPACK: UnpackTile<Self>;
 }
 
 impl Unpack for f32 {
     const STORED: FloatKind = FloatKind::F32;
-
-    fn unpack(
-        device: &Cuda,
-        weights: &GpuMatrix,
-        first: usize,
-        tile: MatrixViewMut<'_, Self>,
-    ) -> Result<(), CudaError> {
-        let (form, rows) = (weights.device_form(), weights.rows_from(first));
-        device
-            .kernels
-            .unpack(&device.stream, &form, rows, weights.first_col, tile)
-    }
+    const UNPACK: UnpackTile<Self> = Kernels::unpack;
 }
 
 impl Unpack for u16 {
     const STORED: FloatKind = FloatKind::Bf16;
-
-    fn unpack(
-        device: &Cuda,
-        weights: &GpuMatrix,
-        first: usize,
-        tile: MatrixViewMut<'_, Self>,
-    ) -> Result<(), CudaError> {
-        let (form, rows) = (weights.device_form(), weights.rows_from(first));
-        device
-            .kernels
-            .unpack_bf16(&device.stream, &form, rows, weights.first_col, tile)
-    }
+    const UNPACK: UnpackTile<Self> = Kernels::unpack_bf16;
 }
 
 /// Rows of a tile of `limit` bytes, of a matrix with rows of `row_bytes`.
@@ -406,16 +389,7 @@ impl Cuda {
         weights: &dyn StoredMatrix,
         accumulate: bool,
     ) {
-        assert_eq!(
-            (a.rows, weights.cols(), weights.rows()),
-            (c.rows, a.cols, c.cols),
-            "shapes of a product"
-        );
-        if c.rows * c.cols == 0 {
-            return;
-        }
-        if a.cols == 0 {
-            assert!(accumulate, "a product without depth");
+        if is_nothing(&c, &a, (weights.cols(), weights.rows()), accumulate) {
             return;
         }
         let (rows, cols) = (a.rows, a.cols);
@@ -423,17 +397,12 @@ impl Cuda {
         let mut target = self.target_matrix(c);
         self.with_weights(weights, |weights| match self.precision {
             Precision::F32 => {
-                must(self.tiled(
-                    &mut target,
-                    super::device::factor(a.view(), turned),
-                    weights,
-                    accumulate,
-                ));
+                must(self.tiled(&mut target, factor(a.view(), turned), weights, accumulate));
             }
             Precision::Bf16 => {
                 let (rows, cols) = if turned { (cols, rows) } else { (rows, cols) };
                 let narrow = self.narrow(a.view(), rows, cols);
-                let a = super::device::factor(MatrixView::new(narrow.view(), rows, cols), turned);
+                let a = factor(MatrixView::new(narrow.view(), rows, cols), turned);
                 must(self.tiled(&mut target, a, weights, accumulate));
             }
         });
@@ -461,7 +430,8 @@ impl Cuda {
             let rows = some.min(outputs - first);
             let len = rows * weights.cols;
             let tile = MatrixViewMut::new(room.view_mut().part(0..len), rows, weights.cols);
-            T::unpack(self, weights, first, tile)?;
+            let (form, from) = (weights.device_form(), weights.rows_from(first));
+            T::UNPACK(&self.kernels, stream, &form, from, weights.first_col, tile)?;
             let tile = MatrixView::new(room.view().part(0..len), rows, weights.cols);
             let c = c.columns_mut(first, rows);
             self.blas

@@ -49,6 +49,13 @@ pub(super) struct Pass<'a, D> {
     pub(super) rotary: &'a RotaryTable,
 }
 
+/// The buffers that a pass writes.
+pub(super) struct Written<'a> {
+    pub(super) activations: &'a mut Activations,
+    deltas: &'a mut Deltas,
+    head: &'a mut HeadBuffers,
+}
+
 impl<D: Device> Pass<'_, D> {
     /// What nearly every operation needs.
     pub(super) fn parts(&self) -> (&D, Sizes, &Places) {
@@ -60,24 +67,24 @@ impl<D: Device> Pass<'_, D> {
 #[derive(Debug)]
 pub struct Draft<D> {
     pub(super) core: Core<D>,
-    pub(super) rotary: RotaryTable,
-    pub(super) plan: RowPlan,
-    pub(super) activations: Activations,
+    rotary: RotaryTable,
+    plan: RowPlan,
+    activations: Activations,
     deltas: Deltas,
-    pub(super) head: HeadBuffers,
-    pub(super) inputs: InputBuffers,
+    head: HeadBuffers,
+    inputs: InputBuffers,
 }
 
 /// Room for a batch on a device that does not compute where batches arrive.
 #[derive(Debug, Default)]
-pub(super) struct InputBuffers {
+struct InputBuffers {
     hidden: Buffer,
     last_hidden: Buffer,
 }
 
 impl InputBuffers {
     /// The batch's aux states and its last hidden states, where the device computes with them.
-    pub(super) fn lend<'a>(&'a mut self, device: &impl Device, batch: &'a DraftBatch) -> [Floats<'a>; 2] {
+    fn lend<'a>(&'a mut self, device: &impl Device, batch: &'a DraftBatch) -> [Floats<'a>; 2] {
         [
             device.lend(&batch.hidden, &mut self.hidden, "aux hidden states"),
             device.lend(&batch.last_hidden, &mut self.last_hidden, "last hidden states"),
@@ -242,25 +249,12 @@ impl<D: Device> Draft<D> {
         }
         self.deltas
             .fit(&*self.core.device, &self.plan.sizes, &self.core.spec);
-        let Self {
-            core,
-            rotary,
-            plan,
+        let (pass, written) = self.pass(parameters, batch);
+        let Written {
             activations,
             deltas,
             head,
-            inputs,
-        } = self;
-        let [hidden, last_hidden] = inputs.lend(&*core.device, batch);
-        let pass = Pass {
-            core,
-            parameters,
-            batch,
-            hidden,
-            last_hidden,
-            plan,
-            rotary,
-        };
+        } = written;
         Ok(pass.core.device.install(|| {
             pass.forward(activations);
             let metrics = pass.loss(activations, Some(deltas), head);
@@ -281,28 +275,10 @@ impl<D: Device> Draft<D> {
         let parameters = parameters.into();
         self.core.check(parameters, batch)?;
         self.prepare(batch, Wanted::Trained);
-        let Self {
-            core,
-            rotary,
-            plan,
-            activations,
-            head,
-            inputs,
-            ..
-        } = self;
-        let [hidden, last_hidden] = inputs.lend(&*core.device, batch);
-        let pass = Pass {
-            core,
-            parameters,
-            batch,
-            hidden,
-            last_hidden,
-            plan,
-            rotary,
-        };
+        let (pass, written) = self.pass(parameters, batch);
         Ok(pass.core.device.install(|| {
-            pass.forward(activations);
-            pass.loss(activations, None, head)
+            pass.forward(written.activations);
+            pass.loss(written.activations, None, written.head)
         }))
     }
 
@@ -328,33 +304,16 @@ impl<D: Device> Draft<D> {
             )));
         }
         self.prepare(batch, Wanted::Anchors);
-        let Self {
-            core,
-            rotary,
-            plan,
-            activations,
-            head,
-            inputs,
-            ..
-        } = self;
-        let [hidden, last_hidden] = inputs.lend(&*core.device, batch);
-        let mut acceptance = Acceptance::new(core.training.ttt_steps);
-        if plan.active.is_empty() {
+        let mut acceptance = Acceptance::new(self.core.training.ttt_steps);
+        if self.plan.active.is_empty() {
             return Ok(acceptance);
         }
-        let pass = Pass {
-            core,
-            parameters,
-            batch,
-            hidden,
-            last_hidden,
-            plan,
-            rotary,
-        };
+        let (pass, written) = self.pass(parameters, batch);
         let proposals = pass.core.device.install(|| {
-            pass.forward(activations);
-            pass.proposals(activations, head)
+            pass.forward(written.activations);
+            pass.proposals(written.activations, written.head)
         });
+        let plan = pass.plan;
         let proposal = |step: usize, position: usize| {
             draft_to_target[proposals[step * plan.sizes.active + plan.place[position] as usize] as usize]
         };
@@ -362,6 +321,30 @@ impl<D: Device> Draft<D> {
             acceptance.walk(document.clone(), &batch.tokens, &batch.loss_mask, proposal);
         }
         Ok(acceptance)
+    }
+
+    /// A pass over the row that was prepared, and the buffers that it writes.
+    pub(super) fn pass<'a>(
+        &'a mut self,
+        parameters: Floats<'a>,
+        batch: &'a DraftBatch,
+    ) -> (Pass<'a, D>, Written<'a>) {
+        let [hidden, last_hidden] = self.inputs.lend(&*self.core.device, batch);
+        let pass = Pass {
+            core: &self.core,
+            parameters,
+            batch,
+            hidden,
+            last_hidden,
+            plan: &self.plan,
+            rotary: &self.rotary,
+        };
+        let written = Written {
+            activations: &mut self.activations,
+            deltas: &mut self.deltas,
+            head: &mut self.head,
+        };
+        (pass, written)
     }
 
     pub(super) fn prepare(&mut self, batch: &DraftBatch, wanted: Wanted) {

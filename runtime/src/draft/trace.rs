@@ -2,7 +2,7 @@
 
 use super::batch::DraftBatch;
 use super::error::DraftError;
-use super::model::{Draft, Pass};
+use super::model::Draft;
 use super::workspace::Wanted;
 use crate::device::{Buffer, Device, Floats, Matrix, MatrixMut};
 
@@ -43,17 +43,8 @@ impl<D: Device> Draft<D> {
         let parameters = parameters.into();
         self.core.check(parameters, batch)?;
         self.prepare(batch, Wanted::All);
-        let (core, a, sizes) = (&self.core, &mut self.activations, self.plan.sizes);
-        let [hidden, last_hidden] = self.inputs.lend(&*core.device, batch);
-        let pass = Pass {
-            core,
-            parameters,
-            batch,
-            hidden,
-            last_hidden,
-            plan: &self.plan,
-            rotary: &self.rotary,
-        };
+        let (pass, written) = self.pass(parameters, batch);
+        let (core, a, sizes) = (pass.core, written.activations, pass.plan.sizes);
         pass.forward(a);
         let (n, h, v) = (sizes.positions, core.spec.hidden_size, core.spec.draft_vocab_size);
         let logits = |inputs: Floats<'_>, head: &Buffer| {
@@ -72,7 +63,7 @@ impl<D: Device> Draft<D> {
         let mut inputs = Buffer::default();
         core.device.fit(&mut inputs, "head inputs", n * h);
         let (mut raw, mut rstd) = (Buffer::default(), Buffer::default());
-        pass.target_inputs(&self.plan.active, &mut raw, &mut rstd, inputs.floats_mut());
+        pass.target_inputs(&pass.plan.active, &mut raw, &mut rstd, inputs.floats_mut());
         let targets = core
             .device
             .read(logits(inputs.floats(), core.frozen.verifier_head()).floats());

@@ -12,19 +12,7 @@ const OVER_NCCL: &str = "training.collective=nccl";
 const FAST: &str = "training.sums=fast";
 
 fn run_with(directory: &Path, sets: &[&str], extra: &[(&str, &str)]) -> Option<Cluster> {
-    let stack = variables("2")?;
-    let mut all: Vec<(&str, &str)> = stack
-        .iter()
-        .map(|(name, value)| (*name, value.as_str()))
-        .collect();
-    all.extend(extra);
-    let sets: Vec<&str> = SETS
-        .iter()
-        .copied()
-        .chain([DRAFTS, ROWS])
-        .chain(sets.iter().copied())
-        .collect();
-    Some(Cluster::launch_with(directory, &sets, &all))
+    launch(directory, &[&[DRAFTS, ROWS], sets].concat(), extra)
 }
 
 /// The undisturbed run over links.
