@@ -10,6 +10,15 @@ fn main() {
         .client_streaming()
         .server_streaming()
         .build();
+    let join = tonic_build::manual::Method::builder()
+        .name("join")
+        .route_name("Join")
+        .input_type("crate::control::HostEvent")
+        .output_type("crate::control::HostCommand")
+        .codec_path("crate::control::BincodeCodec")
+        .client_streaming()
+        .server_streaming()
+        .build();
     let operate = tonic_build::manual::Method::builder()
         .name("operate")
         .route_name("Operate")
@@ -20,8 +29,9 @@ fn main() {
     let service = tonic_build::manual::Service::builder()
         .name("Control")
         .package("eaglet")
-        .comment("One stream per rank incarnation, and single calls of operators.")
+        .comment("One stream per rank incarnation, one per host, and single calls of operators.")
         .method(attach)
+        .method(join)
         .method(operate)
         .build();
     tonic_build::manual::Builder::new().compile(&[service]);

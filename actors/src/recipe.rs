@@ -313,6 +313,13 @@ pub fn settings(config: &ClusterConfig, contract: Contract) -> Settings {
             Collective::Links => FORM_TIMEOUT_MS,
             Collective::Nccl => FORM_TIMEOUT_MS + MEETING_TIMEOUT_MS,
         },
+        hosts: config
+            .ranks
+            .iter()
+            .filter(|rank| !rank.is_local())
+            .map(|rank| (rank.seat(), rank.host.clone()))
+            .collect(),
+        host_timeout_ms: supervision.host_timeout_s * 1000,
         verifier_restarts: restarts(&config.verifier_restarts),
         draft_restarts: restarts(&config.draft_restarts),
     }

@@ -7,7 +7,7 @@ use crate::config::ClusterConfig;
 
 /// What of the verifier the ranks of this machine need: all of it, unless only drafts run here.
 pub fn need(config: &ClusterConfig) -> Need {
-    let verifies = |rank: &crate::config::RankConfig| rank.role == Role::Verifier && rank.host == "local";
+    let verifies = |rank: &crate::config::RankConfig| rank.role == Role::Verifier && rank.is_local();
     if config.ranks.iter().any(verifies) {
         Need::Whole
     } else {

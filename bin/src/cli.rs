@@ -1,5 +1,6 @@
 //! The command line: what can be asked for, and what the exit code says.
 
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -26,6 +27,8 @@ pub(crate) enum Command {
     Devices(DevicesArgs),
     /// Start a cluster, or go on with a run that was stopped, and show its progress.
     Launch(LaunchArgs),
+    /// Run ranks of a cluster on this machine, for a coordinator on another one.
+    Join(JoinArgs),
     /// Write the hidden states of a cluster's samples to files, in the layout of speculators, instead of training on them.
     Extract(ExtractArgs),
     /// Look at the ranks of a live run, or change them.
@@ -154,6 +157,23 @@ pub(crate) struct LaunchArgs {
     pub(crate) plain: bool,
 }
 
+/// `eaglet join`.
+#[derive(Debug, Args)]
+pub(crate) struct JoinArgs {
+    /// Directory of the run, on a file system that all hosts share.
+    #[arg(value_name = "RUN_DIRECTORY")]
+    pub(crate) run: PathBuf,
+    /// What `[[hosts]]` of the cluster file calls this machine; default: its host name.
+    #[arg(long, value_name = "NAME")]
+    pub(crate) host: Option<String>,
+    /// How long a coordinator is waited for, in s: at the start, and when one was lost.
+    #[arg(long, value_name = "S", default_value_t = 600)]
+    pub(crate) patience_s: u64,
+    /// Leave when the coordinator is lost, instead of waiting for it to come back.
+    #[arg(long)]
+    pub(crate) once: bool,
+}
+
 /// `eaglet extract`.
 #[derive(Debug, Args)]
 pub(crate) struct ExtractArgs {
@@ -176,6 +196,12 @@ pub(crate) struct RankArgs {
     /// Which occupant of the seat this is.
     #[arg(long)]
     pub(crate) generation: u32,
+    /// What `cluster.toml` calls this machine.
+    #[arg(long)]
+    pub(crate) host: String,
+    /// Address at which ranks of other machines reach this one.
+    #[arg(long)]
+    pub(crate) network: Option<IpAddr>,
     /// Directory of the run.
     #[arg(long)]
     pub(crate) run_directory: PathBuf,
@@ -397,6 +423,8 @@ mod tests {
             "2",
         ];
         let rest = [
+            "--host",
+            "local",
             "--run-directory",
             "runs/a",
             "--parent",

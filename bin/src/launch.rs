@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use eaglet_actors::config::Survey;
-use eaglet_actors::coordinator::{self, LaunchOptions, Launched, TOKEN_VARIABLE};
+use eaglet_actors::TOKEN_VARIABLE;
+use eaglet_actors::coordinator::{self, LaunchOptions, Launched};
 use eaglet_actors::engine::Outcome;
 use eaglet_actors::preflight::{self, Machine, Ready};
 use eaglet_actors::rank::{self, RankArguments};
@@ -164,6 +165,8 @@ pub(crate) fn occupy(arguments: &RankArgs) -> Result<Exit> {
         token,
         seat: arguments.seat,
         generation: Generation(arguments.generation),
+        host: arguments.host.clone(),
+        network: arguments.network,
         run_directory: arguments.run_directory.clone(),
         parent: arguments.parent,
     })?;

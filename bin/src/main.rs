@@ -6,6 +6,7 @@ mod cli;
 mod devices;
 mod extract;
 mod fetch;
+mod join;
 mod launch;
 mod live;
 mod logging;
@@ -36,6 +37,7 @@ fn main() -> ExitCode {
             let survey = extract::survey(&arguments.cluster, &arguments.sets, &out);
             launch::launch(&arguments, survey)
         }
+        Command::Join(arguments) => join::command(&arguments),
         Command::Rank(arguments) => launch::occupy(&arguments),
         Command::Bench(command) => bench::command(&command),
         Command::Ranks(command) => ranks::command(&command),

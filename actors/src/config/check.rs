@@ -1,5 +1,6 @@
 //! Rules that span several keys or look at the file system. Rules of one key are in `keys`.
 
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use eaglet_runtime::collective::SumMode;
@@ -9,7 +10,7 @@ use eaglet_runtime::model_files::{self, ModelFiles};
 
 use super::ClusterConfig;
 use super::layers::Layers;
-use super::sections::{Collective, RankConfig, Schedule, VerifierConfig};
+use super::sections::{Collective, LOCAL, RankConfig, Schedule, VerifierConfig};
 
 /// Keys that have no default.
 const REQUIRED: [(&str, &str); 2] = [
@@ -20,7 +21,8 @@ const REQUIRED: [(&str, &str); 2] = [
     ),
 ];
 
-/// Reports required keys that no layer holds. A rank without a role takes all ranks out of the later checks.
+/// Reports required keys that no layer holds. A rank without a role takes all ranks out of the later checks, a host
+/// without a name all hosts.
 pub(crate) fn required(layers: &mut Layers) {
     for (path, remedy) in REQUIRED {
         if !layers.is_set(path) && !layers.is_rejected(path) {
@@ -28,20 +30,23 @@ pub(crate) fn required(layers: &mut Layers) {
             layers.reject(path);
         }
     }
-    let roles: Vec<_> = (0..layers.ranks)
-        .map(|index| format!("ranks[{index}].role"))
-        .collect();
-    for path in &roles {
-        if !layers.is_set(path) && !layers.is_rejected(path) {
-            layers.problem(
-                layers.place(path),
-                format!("{path} is missing; it is \"verifier\" or \"draft\""),
-            );
-            layers.reject(path);
+    let elements = [
+        ("hosts", "name", "give it one, and ranks on it host = \"that name\""),
+        ("ranks", "role", "it is \"verifier\" or \"draft\""),
+    ];
+    for (list, key, remedy) in elements {
+        let paths: Vec<_> = (0..layers.length(list))
+            .map(|index| format!("{list}[{index}].{key}"))
+            .collect();
+        for path in &paths {
+            if !layers.is_set(path) && !layers.is_rejected(path) {
+                layers.problem(layers.place(path), format!("{path} is missing; {remedy}"));
+                layers.reject(path);
+            }
         }
-    }
-    if roles.iter().any(|path| layers.is_rejected(path)) {
-        layers.reject("ranks");
+        if paths.iter().any(|path| layers.is_rejected(path)) {
+            layers.reject(list);
+        }
     }
 }
 
@@ -74,6 +79,7 @@ pub(crate) fn all(config: &ClusterConfig, layers: &mut Layers) {
     training(config, &mut checker);
     samples(config, &mut checker);
     supervision(config, &mut checker);
+    hosts(config, &mut checker);
     ranks(config, &mut checker);
     stored_states(config, &mut checker);
 }
@@ -359,7 +365,7 @@ fn supervision(config: &ClusterConfig, checker: &mut Checker<'_>) {
 fn ranks(config: &ClusterConfig, checker: &mut Checker<'_>) {
     for (index, rank) in config.ranks.iter().enumerate() {
         let path = |name: &str| format!("ranks[{index}].{name}");
-        place_of_work(rank, index, checker);
+        place_of_work(config, rank, index, checker);
         let same = config.ranks[..index]
             .iter()
             .position(|other| other.seat() == rank.seat());
@@ -443,7 +449,7 @@ fn one_kind_of_device(config: &ClusterConfig, role: Role, checker: &mut Checker<
     }
 }
 
-fn place_of_work(rank: &RankConfig, index: usize, checker: &mut Checker<'_>) {
+fn place_of_work(config: &ClusterConfig, rank: &RankConfig, index: usize, checker: &mut Checker<'_>) {
     let path = |name: &str| format!("ranks[{index}].{name}");
     let is_device = rank.device == "cpu" || rank.gpu().is_some();
     checker.rule(is_device, &[&path("device")], || {
@@ -453,11 +459,64 @@ fn place_of_work(rank: &RankConfig, index: usize, checker: &mut Checker<'_>) {
             rank.device
         )
     });
-    checker.rule(rank.host == "local", &[&path("host")], || {
+    let known = rank.is_local() || config.hosts.iter().any(|host| host.name == rank.host);
+    checker.rule(known, &[&path("host"), "hosts"], || {
         format!(
-            "{} = \"{}\" cannot be reached; ranks run on this machine, use \"local\"",
+            "{} = \"{}\" is no host; use \"local\" for this machine, or add [[hosts]] with name = \"{}\"",
             path("host"),
+            rank.host,
             rank.host
         )
     });
+}
+
+/// Machines beside the coordinator's, and whether they can reach it.
+fn hosts(config: &ClusterConfig, checker: &mut Checker<'_>) {
+    for (index, host) in config.hosts.iter().enumerate() {
+        let path = |name: &str| format!("hosts[{index}].{name}");
+        let is_first = config.hosts[..index].iter().all(|other| other.name != host.name);
+        checker.rule(is_first && host.name != LOCAL, &[&path("name")], || {
+            let why = if is_first {
+                "means the coordinator's machine, which needs no [[hosts]]"
+            } else {
+                "is the name of an earlier host"
+            };
+            format!("{} = \"{}\" {why}; give every host a name of its own", path("name"), host.name)
+        });
+        let is_used = config.ranks.iter().any(|rank| rank.host == host.name);
+        checker.rule(is_used, &[&path("name"), "ranks"], || {
+            format!(
+                "{} = \"{}\" has no ranks; give one host = \"{}\", or remove the host",
+                path("name"),
+                host.name,
+                host.name
+            )
+        });
+        let is_address = host.address.is_none_or(|address| !address.is_unspecified());
+        checker.rule(is_address, &[&path("address")], || {
+            format!("{} stands for all addresses; name the one that other hosts reach", path("address"))
+        });
+    }
+    let listen = config.run.listen;
+    checker.rule(
+        config.hosts.is_empty() || !listen.ip().is_unspecified(),
+        &["run.listen", "hosts"],
+        || {
+            format!(
+                "run.listen = \"{listen}\" stands for all addresses; with [[hosts]], name the one at which they reach this \
+                 machine"
+            )
+        },
+    );
+    let is_near = |address: IpAddr| address.is_loopback();
+    checker.rule(
+        !is_near(listen.ip()) || config.hosts.iter().all(|host| host.address.is_some_and(is_near)),
+        &["run.listen", "hosts"],
+        || {
+            format!(
+                "run.listen = \"{listen}\" can be reached from this machine only; with [[hosts]], set it to an address at \
+                 which they reach this machine, like \"10.0.0.1:7400\""
+            )
+        },
+    );
 }

@@ -2,7 +2,7 @@
 //!
 //! Invariant (tested): it has exactly the fields of the structs in `sections`, in their order.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use config::{Value, ValueKind};
 use toml_edit::Value as Toml;
@@ -16,6 +16,8 @@ pub(crate) enum Kind {
     Name,
     /// An IP address and a port.
     Address,
+    /// An IP address.
+    Ip,
     /// One of some words.
     Choice(&'static [&'static str]),
     /// `true` or `false`.
@@ -123,6 +125,7 @@ pub(crate) const KEYS: &[Key] = &[
     key("supervision.load_timeout_s", TIME_S),
     key("supervision.step_timeout_s", TIME_S),
     key("supervision.drain_timeout_s", TIME_S),
+    key("supervision.host_timeout_s", TIME_S),
     key("verifier_restarts.max", Kind::Integer(0, 1_000_000)),
     key("verifier_restarts.window_s", TIME_S),
     key("verifier_restarts.backoff_initial_ms", TIME_MS),
@@ -133,6 +136,9 @@ pub(crate) const KEYS: &[Key] = &[
     key("draft_restarts.backoff_initial_ms", TIME_MS),
     key("draft_restarts.backoff_max_ms", TIME_MS),
     key("draft_restarts.then", Kind::Choice(&["continue", "stop"])),
+    key("hosts.name", Kind::Name),
+    key("hosts.address", Kind::Ip),
+    key("hosts.start", Kind::Texts),
     key("ranks.role", Kind::Choice(&["verifier", "draft"])),
     key("ranks.seat", Kind::Integer(0, 65_535)),
     key("ranks.device", Kind::Text),
@@ -155,6 +161,22 @@ pub(crate) fn remedy_for_gone(path: &str) -> Option<&'static str> {
 /// The key at a path without list indices.
 pub(crate) fn find(path: &str) -> Option<&'static Key> {
     KEYS.iter().find(|key| key.path == path)
+}
+
+/// Sections that are lists of tables.
+pub(crate) const LISTS: [&str; 2] = ["hosts", "ranks"];
+
+/// The list of this name, if there is one.
+pub(crate) fn list_named(name: &str) -> Option<&'static str> {
+    LISTS.into_iter().find(|&list| list == name)
+}
+
+/// What an element of a list is called, and a key that it has.
+pub(crate) fn example(list: &str) -> (&'static str, &'static str) {
+    match list {
+        "hosts" => ("host", "address"),
+        _ => ("rank", "threads"),
+    }
 }
 
 /// Names of the sections, in the order of the file.
@@ -197,7 +219,10 @@ pub(crate) fn nearest_word(word: &str, words: &[&'static str]) -> Option<&'stati
 impl Kind {
     /// Whether a value outside a file may be written without quotes.
     pub(crate) const fn is_text(self) -> bool {
-        matches!(self, Self::Text | Self::Name | Self::Address | Self::Choice(_))
+        matches!(
+            self,
+            Self::Text | Self::Name | Self::Address | Self::Ip | Self::Choice(_)
+        )
     }
 
     /// What is expected, in words.
@@ -208,6 +233,7 @@ impl Kind {
                 "a text of letters, digits, `.`, `_` and `-` that starts with a letter or digit".to_owned()
             }
             Self::Address => "an address and a port, like \"127.0.0.1:0\"".to_owned(),
+            Self::Ip => "an IP address, like \"10.0.0.2\"".to_owned(),
             Self::Choice(words) => {
                 format!(
                     "one of {}",
@@ -251,6 +277,7 @@ impl Kind {
                 .as_str()
                 .filter(|text| text.parse::<SocketAddr>().is_ok())
                 .map(text),
+            Self::Ip => toml.as_str().filter(|text| text.parse::<IpAddr>().is_ok()).map(text),
             Self::Choice(words) => toml.as_str().filter(|text| words.contains(text)).map(text),
             Self::Bool => toml.as_bool().map(ValueKind::Boolean),
             Self::Integer(low, high) => integer(toml, low, high),

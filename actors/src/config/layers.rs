@@ -37,8 +37,8 @@ pub(crate) struct Layers {
     places: BTreeMap<String, Place>,
     /// Paths whose value was left out.
     rejected: BTreeSet<String>,
-    /// Number of `[[ranks]]` so far.
-    pub(crate) ranks: usize,
+    /// Length of each list of tables so far.
+    lengths: BTreeMap<&'static str, usize>,
     /// What is wrong.
     pub(crate) problems: Vec<Problem>,
 }
@@ -73,7 +73,7 @@ impl Layers {
             layers: Vec::new(),
             places: BTreeMap::new(),
             rejected: BTreeSet::new(),
-            ranks: 0,
+            lengths: BTreeMap::new(),
             problems: Vec::new(),
         }
     }
@@ -103,6 +103,11 @@ impl Layers {
             path.strip_prefix(rejected.as_str())
                 .is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']))
         })
+    }
+
+    /// Number of tables in a list, such as `[[ranks]]`.
+    pub(crate) fn length(&self, list: &str) -> usize {
+        self.lengths.get(list).copied().unwrap_or(0)
     }
 
     /// Whether a value under a path was left out.
@@ -165,9 +170,9 @@ impl Layers {
                     .map(|near| format!("; did you mean {}?", header(near)))
                     .unwrap_or_default();
                 self.problem(place, format!("[{name}] is no section{hint}"));
-            } else if name == "ranks" {
+            } else if let Some(list) = keys::list_named(name) {
                 self.places.insert(name.to_owned(), place.clone());
-                self.read_ranks(&mut layer, item, &locator, place);
+                self.read_list(&mut layer, list, item, &locator, place);
             } else if let Some(table) = item.as_table_like() {
                 self.places.insert(name.to_owned(), place);
                 self.read_table(&mut layer.0, name, name, table, &locator);
@@ -179,7 +184,7 @@ impl Layers {
         self.layers.push(layer);
     }
 
-    /// Reads the keys of a section, or of one rank; `path` is where they go, `schema` where they are described.
+    /// Reads the keys of a section, or of one table of a list; `path` is where they go, `schema` where they are described.
     fn read_table(
         &mut self,
         out: &mut Map<String, Value>,
@@ -237,8 +242,15 @@ impl Layers {
         }
     }
 
-    /// Reads all ranks of a layer; they replace those of the layers below.
-    fn read_ranks(&mut self, layer: &mut Layer, item: &Item, locator: &Locator<'_>, place: Place) {
+    /// Reads all tables of a list in a layer; they replace those of the layers below.
+    fn read_list(
+        &mut self,
+        layer: &mut Layer,
+        list: &'static str,
+        item: &Item,
+        locator: &Locator<'_>,
+        place: Place,
+    ) {
         let tables: Option<Vec<&dyn TableLike>> = match item {
             Item::ArrayOfTables(tables) => Some(tables.iter().map(|table| table as &dyn TableLike).collect()),
             Item::Value(Toml::Array(array)) => array
@@ -252,31 +264,35 @@ impl Layers {
             _ => None,
         };
         let Some(tables) = tables else {
-            self.rejected.insert("ranks".to_owned());
-            return self.problem(place, "ranks must be a list, each one written under [[ranks]]");
+            self.rejected.insert(list.to_owned());
+            return self.problem(
+                place,
+                format!("{list} must be a list, each one written under [[{list}]]"),
+            );
         };
         let spans: Vec<_> = match item {
             Item::ArrayOfTables(tables) => tables.iter().map(toml_edit::Table::span).collect(),
             Item::Value(Toml::Array(array)) => array.iter().map(Toml::span).collect(),
             _ => Vec::new(),
         };
-        self.places.retain(|known, _| !known.starts_with("ranks["));
-        self.ranks = tables.len();
-        let mut ranks = Vec::new();
+        let elements = format!("{list}[");
+        self.places.retain(|known, _| !known.starts_with(&elements));
+        self.lengths.insert(list, tables.len());
+        let mut read = Vec::new();
         for (index, (table, span)) in tables.into_iter().zip(spans).enumerate() {
-            let path = format!("ranks[{index}]");
+            let path = format!("{list}[{index}]");
             let mut values = Map::new();
             self.places.insert(path.clone(), locator.place(span));
-            self.read_table(&mut values, &path, "ranks", table, locator);
+            self.read_table(&mut values, &path, list, table, locator);
             // Inside the list an element's keys stand without its path.
             let values = values
                 .into_iter()
                 .map(|(key, value)| (key[path.len() + 1..].to_owned(), value));
-            ranks.push(Value::new(None, ValueKind::Table(values.collect())));
+            read.push(Value::new(None, ValueKind::Table(values.collect())));
         }
         layer
             .0
-            .insert("ranks".to_owned(), Value::new(None, ValueKind::Array(ranks)));
+            .insert(list.to_owned(), Value::new(None, ValueKind::Array(read)));
     }
 
     /// Reads `EAGLET__SECTION__KEY`; other variables are passed over.
@@ -299,26 +315,29 @@ impl Layers {
     fn read_override(&mut self, path: &str, value: &str, place: Place) {
         let mut layer = Layer::default();
         let locator = Locator::Fixed(place.clone());
-        if path == "ranks" {
+        if let Some(list) = keys::list_named(path) {
             let item = parse(value).map_or(Item::None, Item::Value);
             self.places.insert(path.to_owned(), place.clone());
-            self.read_ranks(&mut layer, &item, &locator, place);
+            self.read_list(&mut layer, list, &item, &locator, place);
             return self.layers.push(layer);
         }
-        let (path, schema) = match rank_index(path) {
-            Some((index, name)) if index < self.ranks => {
-                (format!("ranks[{index}].{name}"), format!("ranks.{name}"))
+        let of_list = keys::LISTS.into_iter().find(|list| path.starts_with(list));
+        let (path, schema) = match of_list.map(|list| (list, element(list, path))) {
+            Some((list, Some((index, name)))) if index < self.length(list) => {
+                (format!("{list}[{index}].{name}"), format!("{list}.{name}"))
             }
-            Some((index, _)) => {
+            Some((list, Some((index, _)))) => {
+                let length = self.length(list);
                 return self.problem(
                     place,
-                    format!("there is no ranks[{index}]; the cluster has {} ranks", self.ranks),
+                    format!("there is no {list}[{index}]; the cluster has {length} {list}"),
                 );
             }
-            None if path.starts_with("ranks") => {
+            Some((list, None)) => {
+                let (one, key) = keys::example(list);
                 return self.problem(
                     place,
-                    format!("{path} names no rank; write ranks[0].threads, for example"),
+                    format!("{path} names no {one}; write {list}[0].{key}, for example"),
                 );
             }
             None => (path.to_owned(), path.to_owned()),
@@ -349,16 +368,16 @@ impl Layers {
 
 /// How a section is written.
 fn header(section: &str) -> String {
-    if section == "ranks" {
-        "[[ranks]]".to_owned()
+    if keys::list_named(section).is_some() {
+        format!("[[{section}]]")
     } else {
         format!("[{section}]")
     }
 }
 
-/// Index and key of a path like `ranks[1].threads`.
-fn rank_index(path: &str) -> Option<(usize, &str)> {
-    let (index, name) = path.strip_prefix("ranks[")?.split_once("].")?;
+/// Index and key of a path into a list, like `ranks[1].threads`.
+fn element<'a>(list: &str, path: &'a str) -> Option<(usize, &'a str)> {
+    let (index, name) = path.strip_prefix(list)?.strip_prefix('[')?.split_once("].")?;
     Some((index.parse().ok()?, name))
 }
 

@@ -25,8 +25,8 @@ use serde::{Deserialize, Serialize};
 use layers::{Layers, VARIABLE_PREFIX};
 pub use problem::{ConfigError, Place, Problem};
 pub use sections::{
-    CheckpointsConfig, Collective, DraftConfig, RankConfig, RestartsConfig, RunConfig, SamplesConfig,
-    Schedule, SupervisionConfig, TooLong, TrainingConfig, VerifierConfig,
+    CheckpointsConfig, Collective, DraftConfig, HostConfig, LOCAL, RankConfig, RestartsConfig, RunConfig,
+    SamplesConfig, Schedule, SupervisionConfig, TooLong, TrainingConfig, VerifierConfig,
 };
 pub use survey::Survey;
 
@@ -52,6 +52,9 @@ pub struct ClusterConfig {
     pub verifier_restarts: RestartsConfig,
     /// When a lost draft rank comes back, and when it is given up.
     pub draft_restarts: RestartsConfig,
+    /// Machines beside the coordinator's.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub hosts: Vec<HostConfig>,
     /// The processes of the cluster.
     pub ranks: Vec<RankConfig>,
 }
@@ -126,9 +129,9 @@ impl ClusterConfig {
         for layer in &layers.layers {
             builder = builder.add_source(layer.clone());
         }
-        if layers.is_rejected("ranks") {
-            // A rank without a role is no rank; what is wrong with it has been said.
-            builder = builder.set_override("ranks", Vec::<config::Value>::new())?;
+        for list in keys::LISTS.into_iter().filter(|list| layers.is_rejected(list)) {
+            // A rank without a role is no rank, a host without a name no host; what is wrong has been said.
+            builder = builder.set_override(list, Vec::<config::Value>::new())?;
         }
         builder.build()?.try_deserialize()
     }

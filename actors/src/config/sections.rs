@@ -1,6 +1,6 @@
 //! The sections of `cluster.toml` as values. `keys` holds the same keys with their types and ranges.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -385,6 +385,9 @@ pub struct SupervisionConfig {
     pub step_timeout_s: u64,
     /// Time that ranks get to leave in good order when the run is stopped, in s. Default 30.
     pub drain_timeout_s: u64,
+    /// Time in which a host of `[[hosts]]` has to join, and to come back when it was lost, in s; then its ranks are given up
+    /// until it does. Default 300.
+    pub host_timeout_s: u64,
 }
 
 impl Default for SupervisionConfig {
@@ -397,6 +400,7 @@ impl Default for SupervisionConfig {
             load_timeout_s: 600,
             step_timeout_s: 300,
             drain_timeout_s: 30,
+            host_timeout_s: 300,
         }
     }
 }
@@ -443,6 +447,22 @@ impl Default for RestartsConfig {
     }
 }
 
+/// `[[hosts]]`: a further machine that ranks run on. `eaglet join` runs there for as long as the run does.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HostConfig {
+    /// What `ranks.host` calls it. Required.
+    pub name: String,
+    /// Address at which its ranks are reached by those of other hosts. Default: the one from which it reaches the
+    /// coordinator.
+    #[serde(default)]
+    pub address: Option<IpAddr>,
+    /// Words of a command that runs `eaglet` there, such as `["ssh", "node-b", "eaglet"]`; the coordinator appends
+    /// `join …` and runs it. Default none: somebody else, such as Slurm, runs `eaglet join` there.
+    #[serde(default)]
+    pub start: Vec<String>,
+}
+
 /// `[[ranks]]`: one process of the cluster.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -456,7 +476,7 @@ pub struct RankConfig {
     /// Where it computes: `cpu`, or `cuda:N`, the N-th GPU that the launch sees, from 0. Default `cpu`.
     #[serde(default = "cpu")]
     pub device: String,
-    /// Machine it runs on; `local`. Default `local`.
+    /// Machine it runs on: `local`, that of the coordinator, or the name of one of `[[hosts]]`. Default `local`.
     #[serde(default = "local")]
     pub host: String,
     /// CPU threads it computes with; 0 takes an even share of the machine's cores. Default 0. On a GPU they only help to
@@ -475,6 +495,11 @@ impl RankConfig {
             host: local(),
             threads: 0,
         }
+    }
+
+    /// Whether it runs on the coordinator's machine.
+    pub fn is_local(&self) -> bool {
+        self.host == LOCAL
     }
 
     /// The GPU that `device` names, if it names one.
@@ -497,6 +522,9 @@ fn cpu() -> String {
     "cpu".to_owned()
 }
 
+/// What the coordinator's machine is called.
+pub const LOCAL: &str = "local";
+
 fn local() -> String {
-    "local".to_owned()
+    LOCAL.to_owned()
 }

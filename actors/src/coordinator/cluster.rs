@@ -13,7 +13,7 @@ use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef, RpcReplyPort, Supervi
 use tokio::sync::oneshot;
 
 use super::gate::Registry;
-use super::host::Host;
+use super::hosts::Hosts;
 use super::intake::{IntakeItem, IntakeRequest};
 use super::monitor::MonitorMessage;
 use super::operator::{Reply, Tickets};
@@ -53,7 +53,7 @@ pub(super) struct ClusterArguments {
     pub(super) engine: Engine,
     pub(super) journal: Journal,
     pub(super) store: SampleStore,
-    pub(super) host: Host,
+    pub(super) hosts: Hosts,
     /// What ranks are told; it has the seats that were added to the live run.
     pub(super) config: ClusterConfig,
     pub(super) intake: std::sync::mpsc::Sender<IntakeRequest>,
@@ -166,7 +166,7 @@ impl Actor for Cluster {
         };
         if let Some((seat, generation)) = state.proxies.remove(&id) {
             state.arguments.registry.proxies().remove(&(seat, generation));
-            let log_tail = state.arguments.host.last_words(seat);
+            let log_tail = state.arguments.hosts.last_words(seat);
             // Supervision overtakes messages. Behind those that the proxy has passed on, so that the rank's last words,
             // such as what was wrong with it, are heard first.
             let _ = myself.cast(ClusterMessage::Event(Event::Lost {
@@ -422,7 +422,7 @@ impl ClusterState {
         let arguments = ProxyArguments {
             seat,
             generation,
-            host: self.arguments.host.clone(),
+            hosts: self.arguments.hosts.clone(),
             config,
             cluster: myself.clone(),
             registry: self.arguments.registry.clone(),
@@ -489,7 +489,7 @@ impl ClusterState {
                     ));
                 }
                 if let Some(folder) = checkpoint {
-                    let folder = self.arguments.host.run_directory.join(folder);
+                    let folder = self.arguments.hosts.run_directory().join(folder);
                     summary.push_str(&format!(", checkpoint in {}", folder.display()));
                 }
                 (summary, checkpoint.clone())

@@ -1,4 +1,4 @@
-//! Where a live coordinator can be asked: `coordinator.json` of its run directory, and the call that uses it.
+//! Where a live coordinator can be asked, and joined: `coordinator.json` of its run directory, and the call that uses it.
 //!
 //! The file can be read by its owner only, because its token is the right to command the run. It is replaced as a whole by
 //! each launch and removed at the end; what a killed coordinator leaves behind leads nowhere and is told as such.
@@ -17,10 +17,12 @@ const FILE: &str = "coordinator.json";
 
 /// Where a coordinator listens, and what it takes to be heard.
 #[derive(Serialize, Deserialize)]
-pub(super) struct Endpoint {
-    pub(super) address: String,
+pub(crate) struct Endpoint {
+    pub(crate) address: String,
     pub(super) pid: u32,
     pub(super) token: String,
+    /// Secret of the hosts.
+    pub(crate) host_token: String,
 }
 
 impl Endpoint {
@@ -41,7 +43,7 @@ impl Endpoint {
         std::fs::rename(&beside, &path)
     }
 
-    fn read(directory: &Path) -> io::Result<Self> {
+    pub(crate) fn read(directory: &Path) -> io::Result<Self> {
         let bytes = std::fs::read(directory.join(FILE))?;
         Ok(serde_json::from_slice(&bytes)?)
     }
@@ -121,6 +123,7 @@ mod tests {
             address: address.to_owned(),
             pid,
             token: "secret".to_owned(),
+            host_token: "another".to_owned(),
         }
     }
 

@@ -1,13 +1,14 @@
 //! The coordinator process: launches the ranks, carries the engine's commands, keeps the journal.
 //!
 //! Actors: `cluster` is the root and owns engine and journal; `proxy` stands for one rank each; `monitor` tells people.
-//! `intake` reads samples on a thread of its own, `host` starts and reaps processes, `operator` answers those who ask
+//! `intake` reads samples on a thread of its own, `hosts` has processes started wherever they belong, `operator` answers those who ask
 //! something of the live run, and `endpoint` tells them where.
 
+mod callers;
 mod cluster;
 mod endpoint;
 mod gate;
-mod host;
+mod hosts;
 mod intake;
 mod monitor;
 mod operator;
@@ -25,20 +26,21 @@ use ractor::{Actor, ActorRef};
 use tokio::sync::{oneshot, watch};
 
 use self::cluster::{Cluster, ClusterArguments, ClusterMessage};
-use self::endpoint::Endpoint;
+pub(crate) use self::endpoint::Endpoint;
 pub use self::endpoint::{OperateError, operate};
 use self::gate::{Gate, Registry};
-use self::host::Host;
-pub use self::host::TOKEN_VARIABLE;
+use self::hosts::Hosts;
 use self::intake::IntakeArguments;
 pub(crate) use self::intake::files_in;
 use self::monitor::{Monitor, MonitorArguments, MonitorMessage};
 use self::operator::Desk;
+use crate::config::LOCAL;
 use crate::engine::{Event, Notice, Outcome, StoredSample};
 use crate::faults::{self, Victim};
 use crate::journal::{Journal, Record, SampleBook};
 use crate::monitor::Snapshot;
 use crate::preflight::{self, Finding, Ready};
+use crate::processes::Starter;
 use crate::recipe;
 
 /// How a cluster is launched.
@@ -58,6 +60,8 @@ pub struct Launched {
     server: tokio::task::JoinHandle<()>,
     life: tokio::task::JoinHandle<()>,
     observer: tokio::task::JoinHandle<()>,
+    hosts: Hosts,
+    helpers: Vec<tokio::task::JoinHandle<()>>,
     directory: PathBuf,
 }
 
@@ -89,9 +93,11 @@ impl Launched {
     /// Ends what is left; to be called when [`Self::finished`] has resolved.
     pub async fn close(self) {
         self.cluster.stop(None);
+        self.hosts.quit();
         // A task that panicked has said so in the log.
         let _ = self.life.await;
         let _ = self.observer.await;
+        self.helpers.iter().for_each(tokio::task::JoinHandle::abort);
         self.server.abort();
         Endpoint::remove(&self.directory);
     }
@@ -157,7 +163,7 @@ pub async fn launch(ready: Ready, options: LaunchOptions) -> anyhow::Result<Laun
     let store = SampleStore::open_at(&directory.join("samples.bin"), stored_bytes(&replay.records))?;
 
     let (listener, address) = transport::bind(&config.run.listen.to_string()).await?;
-    let (token, operator_token) = (new_token()?, new_token()?);
+    let (token, operator_token, host_token) = (new_token()?, new_token()?, new_token()?);
     let registry = Registry::default();
 
     if !address.ip().is_loopback() {
@@ -193,20 +199,25 @@ pub async fn launch(ready: Ready, options: LaunchOptions) -> anyhow::Result<Laun
             rank_config.add_rank(*seat, *threads);
         }
     }
+    let calls = config.hosts.clone();
     let (finish, finished) = oneshot::channel();
     let (intake, requests) = mpsc::channel();
+    let starter = Starter {
+        executable: options.executable,
+        coordinator: address.to_string(),
+        token: token.clone(),
+        host: LOCAL.to_owned(),
+        network: (!config.hosts.is_empty()).then(|| address.ip()),
+        run_directory: directory.clone(),
+        log_format: options.log_format,
+        places: Arc::new(places),
+    };
+    let hosts = Hosts::new(&config, starter, host_token.clone());
     let arguments = ClusterArguments {
         engine,
         journal,
         store,
-        host: Host {
-            executable: options.executable,
-            coordinator: address.to_string(),
-            token: token.clone(),
-            run_directory: directory.clone(),
-            log_format: options.log_format,
-            places: Arc::new(places),
-        },
+        hosts: hosts.clone(),
         config: rank_config,
         intake,
         registry: registry.clone(),
@@ -220,8 +231,9 @@ pub async fn launch(ready: Ready, options: LaunchOptions) -> anyhow::Result<Laun
         cluster: cluster.clone(),
         snapshots: snapshots.clone(),
     };
+    let receiving = hosts.clone();
     let server = tokio::spawn(async move {
-        if let Err(error) = transport::serve(listener, gate, desk).await {
+        if let Err(error) = transport::serve(listener, gate, receiving, desk).await {
             tracing::error!(error, "the control port is closed");
         }
     });
@@ -238,11 +250,18 @@ pub async fn launch(ready: Ready, options: LaunchOptions) -> anyhow::Result<Laun
         address: address.to_string(),
         pid: std::process::id(),
         token: operator_token,
+        host_token,
     };
     if let Err(error) = endpoint.write(&directory) {
         // Training needs no operator.
         tracing::warn!(%error, "coordinator.json cannot be written: the live run cannot be asked anything");
     }
+    // Hosts find the coordinator by that file.
+    hosts.open(cluster.clone());
+    let helpers = calls
+        .into_iter()
+        .map(|host| callers::call(host, &directory, cluster.clone()))
+        .collect();
     Ok(Launched {
         cluster,
         finished,
@@ -250,6 +269,8 @@ pub async fn launch(ready: Ready, options: LaunchOptions) -> anyhow::Result<Laun
         server,
         life,
         observer,
+        hosts,
+        helpers,
         directory,
     })
 }

@@ -12,7 +12,7 @@ use tokio::sync::mpsc;
 
 use super::cluster::ClusterMessage;
 use super::gate::Registry;
-use super::host::{Host, Process};
+use super::hosts::{Hosts, Process};
 use crate::engine::Event;
 
 /// How long the last messages of a dead process may take to arrive.
@@ -25,7 +25,7 @@ pub(super) struct RankProxy;
 pub(super) struct ProxyArguments {
     pub(super) seat: Seat,
     pub(super) generation: Generation,
-    pub(super) host: Host,
+    pub(super) hosts: Hosts,
     pub(super) config: String,
     pub(super) cluster: ActorRef<ClusterMessage>,
     pub(super) registry: Registry,
@@ -75,12 +75,12 @@ impl Actor for RankProxy {
             .registry
             .enter(arguments.seat, arguments.generation, &myself);
         let process = arguments
-            .host
+            .hosts
             .start(arguments.seat, arguments.generation, move |status| {
                 // A proxy that is gone needs no news of its process.
                 let _ = myself.cast(ProxyMessage::Exited(status));
             })?;
-        tracing::info!(seat = %arguments.seat, generation = %arguments.generation, pid = process.pid, "rank started");
+        tracing::info!(seat = %arguments.seat, generation = %arguments.generation, "rank started");
         Ok(ProxyState {
             arguments,
             process,
@@ -163,7 +163,7 @@ impl ProxyState {
             seat: self.arguments.seat,
             generation: self.arguments.generation,
             pid: attach.pid,
-            bulk_name: attach.bulk_name,
+            bulk: attach.bulk,
         };
         // The cluster outlives its proxies.
         let _ = self.arguments.cluster.cast(ClusterMessage::Event(event));

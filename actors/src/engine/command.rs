@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use eaglet_runtime::control::{Acceptance, CoordinatorCommand, Member, RankEvent, StepMetrics, Turn};
+use eaglet_runtime::control::{Acceptance, BulkAddress, CoordinatorCommand, Member, RankEvent, StepMetrics, Turn};
 use eaglet_runtime::ids::{Generation, Role, RowId, SampleSeq, Seat, Unit};
 use serde::{Deserialize, Serialize};
 
@@ -70,8 +70,8 @@ pub enum Event {
         generation: Generation,
         /// Its process.
         pid: u32,
-        /// Name of its bulk listener.
-        bulk_name: String,
+        /// Where its bulk listener is reached.
+        bulk: BulkAddress,
     },
     /// A rank said something.
     Rank {
@@ -92,6 +92,18 @@ pub enum Event {
         cause: String,
         /// Last lines of its log.
         log_tail: String,
+    },
+    /// A host has joined.
+    HostJoined {
+        /// Its name.
+        host: String,
+    },
+    /// A host is gone.
+    HostLost {
+        /// Its name.
+        host: String,
+        /// Why, in one line.
+        cause: String,
     },
     /// The coordinator itself cannot go on.
     Broken {

@@ -19,6 +19,7 @@
 mod command;
 mod group;
 mod growth;
+mod hosts;
 mod lanes;
 pub mod ledger;
 mod losses;
@@ -49,6 +50,7 @@ pub use replay::ReplayError;
 pub use settings::{Fall, LearningRate, Length, Pace, RestartPolicy, Settings, Turn, WhenExhausted};
 pub use view::{EngineView, SeatView};
 
+use self::hosts::Hosts;
 use self::ledger::Ledger;
 use self::plan::Plans;
 use self::repair::Rift;
@@ -127,6 +129,7 @@ pub struct Engine {
     history: BTreeMap<Step, CommittedStep>,
     checkpoints: Vec<KnownCheckpoint>,
     seats: Seats,
+    hosts: Hosts,
     teams: Teams,
     epoch: Epoch,
     formed: bool,
@@ -175,6 +178,7 @@ impl Engine {
     /// If the records contradict each other or these settings.
     pub fn new(settings: Settings, records: &[Record], now_ms: u64) -> Result<Self, ReplayError> {
         let seats = Seats::new(&settings, now_ms);
+        let hosts = Hosts::new(&settings, now_ms);
         let (open, lanes) = (settings.open, usize::from(settings.lanes));
         let mut engine = Self {
             settings,
@@ -199,6 +203,7 @@ impl Engine {
             history: BTreeMap::new(),
             checkpoints: Vec::new(),
             seats,
+            hosts,
             teams: Teams::default(),
             epoch: Epoch::default(),
             formed: false,
@@ -278,9 +283,9 @@ impl Engine {
                 seat,
                 generation,
                 pid,
-                bulk_name,
+                bulk,
             } => {
-                self.seats.attached(seat, generation, pid, bulk_name, self.now_ms);
+                self.seats.attached(seat, generation, pid, bulk, self.now_ms);
                 self.welcome(seat, generation);
             }
             Event::Rank {
@@ -301,9 +306,12 @@ impl Engine {
             } => {
                 self.rank_lost(seat, generation, &cause, &log_tail);
             }
+            Event::HostJoined { host } => self.host_joined(&host),
+            Event::HostLost { host, cause } => self.host_lost(&host, &cause),
             Event::Broken { report } => self.fail(report),
             Event::Tick => {
                 self.tick();
+                self.close_absent_hosts();
                 self.mend_group();
                 self.mend_teams();
                 self.expire_rows();

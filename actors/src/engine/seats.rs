@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use eaglet_runtime::control::{Activity, Beat, CoordinatorCommand, Member};
+use eaglet_runtime::control::{Activity, Beat, BulkAddress, CoordinatorCommand, Member};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, Role, Seat, Step};
 
@@ -36,7 +36,7 @@ pub(super) struct SeatState {
     pub(super) last_heard_ms: u64,
     pub(super) beat: Option<Beat>,
     pub(super) pid: u32,
-    pub(super) bulk_name: String,
+    pub(super) bulk: BulkAddress,
     /// When it was started again, within the restart window.
     pub(super) restarts: VecDeque<u64>,
     pub(super) restarts_total: u32,
@@ -75,7 +75,7 @@ impl SeatState {
             last_heard_ms: now_ms,
             beat: None,
             pid: 0,
-            bulk_name: String::new(),
+            bulk: BulkAddress::default(),
             restarts: VecDeque::new(),
             restarts_total: 0,
             fault: None,
@@ -112,7 +112,7 @@ impl SeatState {
         Member {
             seat: seat.index,
             generation: self.generation,
-            bulk_name: self.bulk_name.clone(),
+            bulk: self.bulk.clone(),
         }
     }
 
@@ -203,7 +203,7 @@ impl Seats {
         seat: Seat,
         generation: Generation,
         pid: u32,
-        name: String,
+        bulk: BulkAddress,
         now_ms: u64,
     ) {
         if self.is_current(seat, generation) {
@@ -213,7 +213,7 @@ impl Seats {
                 state.since_ms = now_ms;
                 state.last_heard_ms = now_ms;
                 state.pid = pid;
-                state.bulk_name = name;
+                state.bulk = bulk;
             }
         }
     }
@@ -261,6 +261,7 @@ impl Engine {
             .seats
             .iter()
             .filter(|(_, s)| matches!(s.status, Status::Vacant { spawn_at_ms } if spawn_at_ms <= now_ms))
+            .filter(|&(seat, _)| self.hosts.is_here(seat))
             .map(|(seat, _)| seat)
             .collect();
         for seat in due {
@@ -341,6 +342,7 @@ impl Engine {
         self.step_phase.excuse(held_up_ms);
         self.forming_since_ms += held_up_ms;
         self.teams.excuse(held_up_ms);
+        self.hosts.excuse(held_up_ms);
         let limit_ms = self.settings.step_timeout_ms;
         for seat in self.late_in_step() {
             late.push((

@@ -1,5 +1,7 @@
 //! What the engine must know of `cluster.toml`.
 
+use std::collections::BTreeMap;
+
 use eaglet_runtime::collective::SumMode;
 use eaglet_runtime::contract::Contract;
 use eaglet_runtime::ids::{Role, Seat};
@@ -208,6 +210,10 @@ pub struct Settings {
     pub form_timeout_ms: u64,
     /// Ranks that were told to leave get this long.
     pub leave_timeout_ms: u64,
+    /// Hosts of the seats that are not on the coordinator's machine.
+    pub hosts: BTreeMap<Seat, String>,
+    /// A host that is away for longer loses its seats until it joins.
+    pub host_timeout_ms: u64,
     /// Restarts of verifier ranks.
     pub verifier_restarts: RestartPolicy,
     /// Restarts of draft ranks.

@@ -91,6 +91,7 @@ impl Engine {
                     seat,
                     generation: state.generation,
                     status: match state.status {
+                        Status::Vacant { .. } if !self.hosts.is_here(seat) => "host absent",
                         Status::Vacant { .. } => "restarting",
                         Status::Starting | Status::Attached => "starting",
                         Status::Loading => "loading",

@@ -83,7 +83,7 @@ fn shared(config: &ClusterConfig) -> Option<(&str, Vec<Seat>)> {
     };
     drafts().find_map(|rank| {
         let seats: Vec<Seat> = drafts()
-            .filter(|other| other.device == rank.device)
+            .filter(|other| (&other.device, &other.host) == (&rank.device, &rank.host))
             .map(|other| other.seat())
             .collect();
         (seats.len() > 1).then_some((rank.device.as_str(), seats))

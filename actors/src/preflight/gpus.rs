@@ -10,7 +10,7 @@ use super::finding::{Findings, Severity, Topic};
 use super::memory::{Use, parts_in_words};
 use super::report::RankPlan;
 use super::units::size;
-use crate::config::ClusterConfig;
+use crate::config::{ClusterConfig, LOCAL};
 use crate::gpus::{GpuMachine, PlacedGpu};
 
 /// What a rank needs of a GPU.
@@ -81,7 +81,8 @@ pub(super) fn look(findings: &mut Findings<'_>) -> BTreeMap<u16, PlacedGpu> {
 
 /// Ranks that compute on a GPU: their places in the list and the numbers of their GPUs.
 fn wanted(config: &ClusterConfig) -> Vec<(usize, u16)> {
-    let ranks = config.ranks.iter().enumerate();
+    // What other hosts have they look at themselves, when they join.
+    let ranks = config.ranks.iter().enumerate().filter(|(_, rank)| rank.is_local());
     ranks
         .filter_map(|(index, rank)| Some((index, config.gpu_of(rank)?)))
         .collect()
@@ -134,7 +135,7 @@ pub(super) fn plan(
 ) -> Vec<GpuPlan> {
     let plan = |(&number, gpu): (&u16, &PlacedGpu)| {
         let device = format!("cuda:{number}");
-        let here = ranks.iter().filter(|rank| rank.device == device);
+        let here = ranks.iter().filter(|rank| rank.device == device && rank.host == LOCAL);
         let tenants: Vec<GpuTenant> = here
             .filter(|rank| !rank.gpu_memory.is_empty())
             .map(|rank| GpuTenant {

@@ -176,6 +176,7 @@ fn places(config: &ClusterConfig, gpus: &BTreeMap<u16, PlacedGpu>) -> BTreeMap<S
     config
         .ranks
         .iter()
+        .filter(|rank| rank.is_local())
         .filter_map(|rank| Some((rank.seat(), place(rank)?)))
         .collect()
 }

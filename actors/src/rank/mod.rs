@@ -20,15 +20,16 @@ mod verifier;
 
 pub(crate) use self::sink::STATES_FOLDER;
 
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use eaglet_runtime::control::{Activity, Attach, CoordinatorCommand, PROTOCOL, RankEvent};
+use eaglet_runtime::control::{Activity, Attach, BulkAddress, CoordinatorCommand, PROTOCOL, RankEvent};
 use eaglet_runtime::cuda::Cuda;
 use eaglet_runtime::device::Cpu;
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, Role, Seat};
-use eaglet_runtime::link::{BulkListener, Endpoint, ListenerOptions, SenderOptions};
+use eaglet_runtime::link::{BulkListener, Endpoint, ListenerOptions, Network, SenderOptions};
 use rustix::process::{Pid, Signal, getpid, kill_process};
 
 use self::activity::ActivityGauge;
@@ -36,6 +37,7 @@ use self::control::Control;
 use self::device::{RankDevice, guarded};
 use self::draft::nccl::AbortSwitch;
 use self::inbox::{Inbox, Input, Nothing};
+use self::peer_links::Here;
 use crate::config::ClusterConfig;
 use crate::faults::{self, Damage, Point, Victim};
 
@@ -56,6 +58,10 @@ pub struct RankArguments {
     pub seat: Seat,
     /// Which occupant of the seat.
     pub generation: Generation,
+    /// The machine, as `cluster.toml` calls it.
+    pub host: String,
+    /// Address at which ranks of other machines reach this one; none in a cluster of one machine.
+    pub network: Option<IpAddr>,
     /// The run directory.
     pub run_directory: PathBuf,
     /// The process that started this one.
@@ -98,7 +104,7 @@ impl From<faults::Injected> for RankFault {
 /// What a worker of either role gets to work with.
 struct Context {
     seat: Seat,
-    generation: Generation,
+    here: Here,
     config: ClusterConfig,
     threads: usize,
     control: Control,
@@ -122,14 +128,6 @@ impl Context {
 
     fn enter(&self, activity: Activity) {
         self.activity.enter(activity);
-    }
-
-    /// This rank, as its links name it.
-    fn endpoint(&self) -> Endpoint {
-        Endpoint {
-            seat: self.seat,
-            generation: self.generation,
-        }
     }
 
     /// Ends the process after its last words, without the end of anything in it.
@@ -188,7 +186,7 @@ pub fn run(arguments: &RankArguments) -> anyhow::Result<()> {
     let _rank =
         tracing::info_span!("rank", seat = %arguments.seat, generation = arguments.generation.0).entered();
     let (inputs, arriving) = crossbeam_channel::unbounded();
-    let bulk_name = bulk_name(&arguments.token, arguments.seat, arguments.generation);
+    let name = bulk_name(&arguments.token, arguments.seat, arguments.generation);
     let (bulk_inputs, control_inputs) = (inputs.clone(), inputs.clone());
     let abort_switch = AbortSwitch::default();
     let switch = abort_switch.clone();
@@ -197,7 +195,11 @@ pub fn run(arguments: &RankArguments) -> anyhow::Result<()> {
         seat: arguments.seat,
         generation: arguments.generation,
     };
-    let listener = BulkListener::bind(&bulk_name, here, ListenerOptions::default(), move |event| {
+    let network = arguments.network.map(|address| Network {
+        address: SocketAddr::from((address, 0)),
+        token: arguments.token.clone(),
+    });
+    let listener = BulkListener::bind(&name, here, ListenerOptions::default(), network, move |event| {
         // The compute thread outlives the listener.
         let _ = bulk_inputs.send(Input::Bulk(event));
     })?;
@@ -208,7 +210,11 @@ pub fn run(arguments: &RankArguments) -> anyhow::Result<()> {
         seat: arguments.seat,
         generation: arguments.generation,
         pid: std::process::id(),
-        bulk_name,
+        bulk: BulkAddress {
+            host: arguments.host.clone(),
+            name,
+            network: listener.network_address(),
+        },
     };
     let control = Control::start(
         arguments.coordinator.clone(),
@@ -335,13 +341,17 @@ fn context(
         .rank(arguments.seat)
         .ok_or_else(|| RankFault::permanent(format!("cluster.toml has no seat {}", arguments.seat)))?;
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let threads = match rank.threads {
-        0 => (cores / config.ranks.len().max(1)).max(1),
-        threads => threads,
-    };
+    let threads = config.threads(rank, cores);
     Ok(Context {
         seat: arguments.seat,
-        generation: arguments.generation,
+        here: Here {
+            endpoint: Endpoint {
+                seat: arguments.seat,
+                generation: arguments.generation,
+            },
+            host: arguments.host.clone(),
+            token: arguments.token.clone(),
+        },
         threads,
         config,
         control,

@@ -5,9 +5,21 @@
 
 use std::collections::VecDeque;
 
-use eaglet_runtime::control::Member;
+use eaglet_runtime::control::{BulkAddress, Member};
 use eaglet_runtime::ids::{Epoch, Role, Seat};
-use eaglet_runtime::link::{BulkOutgoing, BulkSender, Endpoint, Hello, LinkError, SendError, SenderOptions};
+use eaglet_runtime::link::{
+    BulkOutgoing, BulkSender, Endpoint, Hello, LinkError, Network, SendError, SenderOptions,
+};
+
+/// A rank, as its links start from it.
+#[derive(Clone)]
+pub(super) struct Here {
+    pub(super) endpoint: Endpoint,
+    /// Its machine, as `cluster.toml` calls it.
+    pub(super) host: String,
+    /// Secret of the launch, which opens links to other machines.
+    pub(super) token: String,
+}
 
 /// Links to other members, by their seats.
 #[derive(Default)]
@@ -23,7 +35,7 @@ impl PeerLinks {
     /// # Errors
     /// If one of them cannot be reached.
     pub(super) fn connect<'a>(
-        from: Endpoint,
+        from: &Here,
         epoch: Epoch,
         role: Role,
         members: impl IntoIterator<Item = &'a Member>,
@@ -39,7 +51,7 @@ impl PeerLinks {
                     },
                     generation: member.generation,
                 };
-                match dial(from, epoch, peer, &member.bulk_name, options()) {
+                match dial(from, epoch, peer, &member.bulk, options()) {
                     Ok(link) => Ok((member.seat, link)),
                     Err(error) => Err(Unreached { peer, error }),
                 }
@@ -106,16 +118,31 @@ impl Unreached {
     }
 }
 
-/// Makes a link to a rank.
+/// Makes a link to a rank: through shared memory on the same machine, else through the network.
 pub(super) fn dial(
-    from: Endpoint,
+    from: &Here,
     epoch: Epoch,
     to: Endpoint,
-    bulk_name: &str,
+    at: &BulkAddress,
     options: SenderOptions,
 ) -> Result<BulkSender, LinkError> {
-    let name = format!("{} to {}", from.seat, to.seat);
-    BulkSender::connect(bulk_name, Hello { from, epoch, to }, options, move |error| {
-        tracing::warn!(link = name, %error, "a link ended");
-    })
+    let name = format!("{} to {}", from.endpoint.seat, to.seat);
+    let told = move |error: &LinkError| tracing::warn!(link = name, %error, "a link ended");
+    let hello = Hello {
+        from: from.endpoint,
+        epoch,
+        to,
+    };
+    if at.host == from.host {
+        return BulkSender::connect(&at.name, hello, options, told);
+    }
+    let Some(address) = at.network else {
+        let name = format!("{} on host {}", at.name, at.host);
+        return Err(LinkError::NoListener { name });
+    };
+    let network = Network {
+        address,
+        token: from.token.clone(),
+    };
+    BulkSender::connect_remote(&network, hello, options, told)
 }

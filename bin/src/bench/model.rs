@@ -1,6 +1,6 @@
 //! The coordinator's engine and journal among ranks that answer at once: what the coordinator itself costs.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::path::Path;
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ use eaglet_actors::engine::{
 use eaglet_actors::journal::{Journal, Record, SampleSource};
 use eaglet_runtime::collective::SumMode;
 use eaglet_runtime::contract::{Contract, HiddenDtype};
-use eaglet_runtime::control::{Activity, Beat, CoordinatorCommand, LaneMetrics, RankEvent, StepMetrics};
+use eaglet_runtime::control::{Activity, Beat, BulkAddress, CoordinatorCommand, LaneMetrics, RankEvent, StepMetrics};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Generation, Seat, Step};
 use eaglet_runtime::samples::Location;
@@ -237,7 +237,10 @@ impl Model {
                         seat,
                         generation,
                         pid: 1,
-                        bulk_name: format!("eaglet-0123456789ab-{seat}-{generation}"),
+                        bulk: BulkAddress {
+                            name: format!("eaglet-0123456789ab-{seat}-{generation}"),
+                            ..BulkAddress::default()
+                        },
                     });
                 }
                 Command::Send {
@@ -388,6 +391,8 @@ fn settings(shape: Shape) -> Settings {
         lanes: shape.drafts,
         pipeline: 1,
         tensor: 1,
+        hosts: BTreeMap::new(),
+        host_timeout_ms: patience_ms,
         seats: (0..shape.verifiers)
             .map(Seat::verifier)
             .chain((0..shape.drafts).map(Seat::draft))

@@ -1,6 +1,7 @@
 //! What the coordinator and its ranks say to each other.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -11,7 +12,7 @@ use crate::ids::{Epoch, Generation, RowId, Seat, Step, Unit};
 use crate::row::PackedRow;
 
 /// Version of this vocabulary; both ends must speak the same one.
-pub const PROTOCOL: u32 = 5;
+pub const PROTOCOL: u32 = 6;
 
 /// A rank's first words on a stream.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -26,8 +27,19 @@ pub struct Attach {
     pub generation: Generation,
     /// Its process.
     pub pid: u32,
-    /// Name of its bulk listener.
-    pub bulk_name: String,
+    /// Where its bulk listener is reached.
+    pub bulk: BulkAddress,
+}
+
+/// Where a rank's bulk listener is reached.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BulkAddress {
+    /// Its machine, as `cluster.toml` calls it.
+    pub host: String,
+    /// Name of the listener, for ranks of the same machine.
+    pub name: String,
+    /// Where ranks of other machines reach it, in a cluster that has some.
+    pub network: Option<SocketAddr>,
 }
 
 /// What a rank's compute thread is busy with.
@@ -104,8 +116,8 @@ pub struct Member {
     pub seat: u16,
     /// Which occupant.
     pub generation: Generation,
-    /// Name of its bulk listener.
-    pub bulk_name: String,
+    /// Where its bulk listener is reached.
+    pub bulk: BulkAddress,
 }
 
 /// What the members of an epoch need to meet over NCCL: made by one of them, good for one meeting, and nothing that anybody

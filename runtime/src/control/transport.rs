@@ -13,7 +13,9 @@ use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tonic::transport::{Channel, Endpoint, Server};
 use tonic::{Code, Request, Response, Status, Streaming};
 
-use super::{Attach, CoordinatorCommand, OperatorCall, OperatorReply, RankEvent};
+use super::{
+    Attach, CoordinatorCommand, HostCommand, HostEvent, Join, OperatorCall, OperatorReply, RankEvent,
+};
 use crate::wire::BODY_LIMIT_BYTES;
 
 #[allow(missing_docs, unreachable_pub, clippy::all)]
@@ -56,6 +58,14 @@ pub enum TransportError {
         /// What tonic said.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// The coordinator does not want this host.
+    #[error("the coordinator at {address} refuses this host: {}", refusal.reason)]
+    Refused {
+        /// Its address.
+        address: String,
+        /// Its words.
+        refusal: Refusal,
+    },
     /// Whoever listens there belongs to another launch.
     #[error("the coordinator at {address} belongs to another launch")]
     Stranger {
@@ -84,12 +94,12 @@ pub enum TransportError {
     },
 }
 
-/// A rank's end of a stream.
-pub struct Dialed {
+/// An end of a stream to the coordinator: a rank's, or a host's.
+pub struct Dialed<E = RankEvent, C = CoordinatorCommand> {
     /// Towards the coordinator.
-    pub events: mpsc::Sender<RankEvent>,
+    pub events: mpsc::Sender<E>,
     /// From the coordinator; ends when the stream does.
-    pub commands: Streaming<CoordinatorCommand>,
+    pub commands: Streaming<C>,
 }
 
 /// Connects to the coordinator and attaches.
@@ -109,6 +119,38 @@ pub async fn dial(address: &str, attach: Attach) -> Result<Dialed, TransportErro
         .await
         .map_err(|e| wrong(e.into()))?
         .map_err(|e| wrong(e.into()))?
+        .into_inner();
+    Ok(Dialed { events, commands })
+}
+
+/// Connects to the coordinator and joins it as a host.
+///
+/// # Errors
+/// As [`dial`]; [`TransportError::Refused`] if it says why it does not want this host.
+pub async fn join(address: &str, join: Join) -> Result<Dialed<HostEvent, HostCommand>, TransportError> {
+    let (events, queue) = mpsc::channel(QUEUED_MESSAGES);
+    // The queue is empty and open, so this cannot fail.
+    let _ = events.try_send(HostEvent::Join(join));
+    let mut client = connect(address).await?;
+    let commands = tokio::time::timeout(CONNECT_TIMEOUT, client.join(ReceiverStream::new(queue)))
+        .await
+        .map_err(|error| TransportError::Connect {
+            address: address.to_owned(),
+            source: error.into(),
+        })?
+        .map_err(|status| match status.code() {
+            code @ (Code::PermissionDenied | Code::FailedPrecondition) => TransportError::Refused {
+                address: address.to_owned(),
+                refusal: Refusal {
+                    reason: status.message().to_owned(),
+                    is_passing: code == Code::FailedPrecondition,
+                },
+            },
+            _ => TransportError::Connect {
+                address: address.to_owned(),
+                source: status.into(),
+            },
+        })?
         .into_inner();
     Ok(Dialed { events, commands })
 }
@@ -167,17 +209,27 @@ pub struct Accepted {
     pub commands: mpsc::Sender<CoordinatorCommand>,
 }
 
-/// A rank's messages.
-pub struct EventStream(Streaming<RankEvent>);
+/// A host that has joined, seen from the coordinator.
+pub struct Joined {
+    /// What the host said first.
+    pub join: Join,
+    /// What it says from now on.
+    pub events: EventStream<HostEvent>,
+    /// Towards the host; the stream to it ends when all senders are gone.
+    pub commands: mpsc::Sender<HostCommand>,
+}
 
-impl EventStream {
+/// Messages of a rank, or of a host.
+pub struct EventStream<E = RankEvent>(Streaming<E>);
+
+impl<E> EventStream<E> {
     /// The next message, or why there is none. `Ok(None)` only says that the stream is over.
     ///
     /// Cancel safety: safe; no message is lost.
     ///
     /// # Errors
     /// If the link broke or a message could not be decoded.
-    pub async fn next(&mut self) -> Result<Option<RankEvent>, String> {
+    pub async fn next(&mut self) -> Result<Option<E>, String> {
         self.0
             .message()
             .await
@@ -204,32 +256,81 @@ pub trait Admit: Send + Sync + 'static {
     fn admit(&self, accepted: Accepted) -> Result<(), String>;
 }
 
+/// Why a host is not taken in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// Why, in words.
+    pub reason: String,
+    /// Whether the same host may be taken in a moment later.
+    pub is_passing: bool,
+}
+
+impl Refusal {
+    /// For as long as this launch lives.
+    pub fn lasting(reason: impl Into<String>) -> Self {
+        Self {
+            reason: reason.into(),
+            is_passing: false,
+        }
+    }
+
+    /// For now.
+    pub fn passing(reason: impl Into<String>) -> Self {
+        Self {
+            is_passing: true,
+            ..Self::lasting(reason)
+        }
+    }
+}
+
+/// Decides about hosts that want to join: takes over the stream, or says why not.
+pub trait Receive: Send + Sync + 'static {
+    /// Takes a host in or refuses it with a reason.
+    ///
+    /// # Errors
+    /// The reason of a refusal; it is told to the host.
+    fn receive(&self, joined: Joined) -> Result<(), Refusal>;
+}
+
 /// Carries out what operators ask.
 pub trait Operate: Send + Sync + 'static {
     /// Answers a call; `None` if its token is not the one of this launch.
     fn operate(&self, call: OperatorCall) -> impl Future<Output = Option<OperatorReply>> + Send;
 }
 
-struct Service<A, O> {
+struct Service<A, R, O> {
     admit: A,
+    receive: R,
     operate: O,
 }
 
+/// What comes down a stream from the coordinator.
+type Commands<C> = Pin<Box<dyn tokio_stream::Stream<Item = Result<C, Status>> + Send + 'static>>;
+
+/// The commands of a queue as a stream.
+fn outbound<C: Send + 'static>(queue: mpsc::Receiver<C>) -> Response<Commands<C>> {
+    let stream = tokio_stream::StreamExt::map(ReceiverStream::new(queue), Ok);
+    Response::new(Box::pin(stream))
+}
+
+/// The first message of a stream. Whoever says nothing is not waited for: nobody knows yet who it is.
+async fn first_words<E>(events: &mut Streaming<E>) -> Result<Option<E>, Status> {
+    tokio::time::timeout(FIRST_WORDS_TIMEOUT, events.message())
+        .await
+        .map_err(|_| Status::deadline_exceeded("the first message did not come in time"))?
+}
+
 #[tonic::async_trait]
-impl<A: Admit, O: Operate> Control for Service<A, O> {
-    type AttachStream =
-        Pin<Box<dyn tokio_stream::Stream<Item = Result<CoordinatorCommand, Status>> + Send + 'static>>;
+impl<A: Admit, R: Receive, O: Operate> Control for Service<A, R, O> {
+    type AttachStream = Commands<CoordinatorCommand>;
+    type JoinStream = Commands<HostCommand>;
 
     async fn attach(
         &self,
         request: Request<Streaming<RankEvent>>,
     ) -> Result<Response<Self::AttachStream>, Status> {
         let mut events = request.into_inner();
-        // Whoever says nothing is not waited for: nobody knows yet who it is.
-        let first = tokio::time::timeout(FIRST_WORDS_TIMEOUT, events.message())
-            .await
-            .map_err(|_| Status::deadline_exceeded("the first message did not come in time"))?;
-        let attach = match first? {
+        let attach = match first_words(&mut events).await? {
             Some(RankEvent::Attach(attach)) => attach,
             _ => return Err(Status::invalid_argument("the first message must be attach")),
         };
@@ -241,8 +342,34 @@ impl<A: Admit, O: Operate> Control for Service<A, O> {
                 commands,
             })
             .map_err(Status::permission_denied)?;
-        let stream = tokio_stream::StreamExt::map(ReceiverStream::new(queue), Ok);
-        Ok(Response::new(Box::pin(stream)))
+        Ok(outbound(queue))
+    }
+
+    async fn join(
+        &self,
+        request: Request<Streaming<HostEvent>>,
+    ) -> Result<Response<Self::JoinStream>, Status> {
+        let mut events = request.into_inner();
+        let join = match first_words(&mut events).await? {
+            Some(HostEvent::Join(join)) => join,
+            _ => return Err(Status::invalid_argument("the first message must be join")),
+        };
+        let (commands, queue) = mpsc::channel(QUEUED_MESSAGES);
+        self.receive
+            .receive(Joined {
+                join,
+                events: EventStream(events),
+                commands,
+            })
+            .map_err(|refusal| {
+                let code = if refusal.is_passing {
+                    Code::FailedPrecondition
+                } else {
+                    Code::PermissionDenied
+                };
+                Status::new(code, refusal.reason)
+            })?;
+        Ok(outbound(queue))
     }
 
     async fn operate(&self, request: Request<OperatorCall>) -> Result<Response<OperatorReply>, Status> {
@@ -274,6 +401,7 @@ pub async fn bind(address: &str) -> Result<(TcpListener, SocketAddr), TransportE
 pub async fn serve(
     listener: TcpListener,
     admit: impl Admit,
+    receive: impl Receive,
     operate: impl Operate,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     let incoming = tokio_stream::StreamExt::map(TcpListenerStream::new(listener), |stream| {
@@ -282,7 +410,11 @@ pub async fn serve(
             let _ = stream.set_nodelay(true);
         })
     });
-    let service = ControlServer::new(Service { admit, operate })
+    let service = ControlServer::new(Service {
+        admit,
+        receive,
+        operate,
+    })
         .max_decoding_message_size(BODY_LIMIT_BYTES)
         .max_encoding_message_size(BODY_LIMIT_BYTES);
     Server::builder()
@@ -307,6 +439,12 @@ mod tests {
         }
     }
 
+    impl Receive for Nobody {
+        fn receive(&self, joined: Joined) -> Result<(), Refusal> {
+            Err(Refusal::lasting(format!("no host {} is expected", joined.join.name)))
+        }
+    }
+
     struct Echo;
 
     impl Operate for Echo {
@@ -316,10 +454,31 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_host_that_nobody_expects_is_told_so() {
+        let (listener, address) = bind("127.0.0.1:0").await.expect("a free port");
+        let server = tokio::spawn(serve(listener, Nobody, Nobody, Echo));
+        let words = Join {
+            protocol: crate::control::PROTOCOL,
+            token: "secret".to_owned(),
+            name: "b".to_owned(),
+            pid: 1,
+            address: address.ip(),
+        };
+        assert!(!format!("{words:?}").contains("secret"));
+        let refused = join(&address.to_string(), words).await.err().expect("nobody wants it");
+        let expected = Refusal::lasting("no host b is expected");
+        assert!(
+            matches!(&refused, TransportError::Refused { refusal, .. } if *refusal == expected),
+            "{refused}"
+        );
+        server.abort();
+    }
+
+    #[tokio::test]
     async fn an_operator_is_answered_a_stranger_is_not_and_nobody_is_told_apart() {
         let (listener, address) = bind("127.0.0.1:0").await.expect("a free port");
         let address = address.to_string();
-        let server = tokio::spawn(serve(listener, Nobody, Echo));
+        let server = tokio::spawn(serve(listener, Nobody, Nobody, Echo));
         let call = |token: &str| OperatorCall {
             token: token.to_owned(),
             request: OperatorRequest::CloseSamples,

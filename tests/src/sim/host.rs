@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use eaglet_actors::engine::{Command, Engine, Event, Outcome};
-use eaglet_runtime::control::{CoordinatorCommand, Extraction, RankEvent};
+use eaglet_runtime::control::{BulkAddress, CoordinatorCommand, Extraction, RankEvent};
 use eaglet_runtime::ids::{Generation, Seat};
 use eaglet_runtime::row::PackedRow;
 
@@ -132,7 +132,10 @@ impl World {
             seat,
             generation,
             pid: 1,
-            bulk_name: id.to_string(),
+            bulk: BulkAddress {
+                name: id.to_string(),
+                ..BulkAddress::default()
+            },
         })
     }
 

@@ -1,5 +1,7 @@
 //! What a seed decides before anything happens: the cluster, its samples, and which faults there will be at what rates.
 
+use std::collections::BTreeMap;
+
 use eaglet_actors::engine::{Fall, LearningRate, RestartPolicy, Settings, WhenExhausted};
 use eaglet_runtime::collective::SumMode;
 use eaglet_runtime::contract::{Contract, HiddenDtype};
@@ -376,6 +378,8 @@ fn settings(lanes: u16, drafts: u16, verifiers: u16) -> Settings {
         suspect_after_ms: 250,
         dead_after_ms: 500,
         attach_timeout_ms: 800,
+        hosts: BTreeMap::new(),
+        host_timeout_ms: 1000,
         load_timeout_ms: 1200,
         step_timeout_ms: 1200,
         form_timeout_ms: 700,

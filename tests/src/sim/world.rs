@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use eaglet_runtime::control::{CoordinatorCommand, RankEvent};
+use eaglet_runtime::control::{BulkAddress, CoordinatorCommand, RankEvent};
 
 use super::clock::Clock;
 use super::collective::Meeting;
@@ -382,8 +382,8 @@ impl World {
     }
 
     /// The process behind the name of a bulk listener.
-    pub(super) fn rank_named(&self, bulk_name: &str) -> Option<RankId> {
-        bulk_name
+    pub(super) fn rank_at(&self, bulk: &BulkAddress) -> Option<RankId> {
+        bulk.name
             .parse()
             .ok()
             .filter(|&id: &RankId| id < self.ranks.len())

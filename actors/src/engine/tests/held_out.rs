@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use eaglet_runtime::control::{Acceptance, CoordinatorCommand, LaneMetrics, RankEvent};
+use eaglet_runtime::control::{Acceptance, BulkAddress, CoordinatorCommand, LaneMetrics, RankEvent};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Generation, Role, RowId, Seat, Step};
 use eaglet_runtime::samples::Location;
@@ -96,7 +96,7 @@ impl Cluster {
                     seat,
                     generation,
                     pid: 1,
-                    bulk_name: seat.to_string(),
+                    bulk: BulkAddress::default(),
                 }),
                 Command::Lease {
                     members, row, lease, ..

@@ -1,19 +1,19 @@
 //! LANES: who computes what as draft ranks come and go.
 
-use eaglet_runtime::control::{CoordinatorCommand, RankEvent};
+use eaglet_runtime::control::{BulkAddress, CoordinatorCommand, RankEvent};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, Role, Seat, Step};
 use eaglet_runtime::samples::Location;
 
 use super::setup::settings;
-use crate::engine::{Command, Engine, Event, Outcome, SeatChange};
+use crate::engine::{Command, Engine, Event, Outcome, SeatChange, Settings};
 use crate::journal::{Record, SampleSource};
 
 /// Ranks that do at once what they are told, and no verifier: the group forms, and no step ever begins.
 pub(super) struct Group {
     pub(super) engine: Engine,
     pub(super) records: Vec<Record>,
-    owners: Vec<u16>,
+    pub(super) owners: Vec<u16>,
     pub(super) members: Vec<u16>,
     pub(super) epoch: Epoch,
     pub(super) now_ms: u64,
@@ -22,13 +22,19 @@ pub(super) struct Group {
     /// What was told besides, and to whom.
     pub(super) told: Vec<(Seat, CoordinatorCommand)>,
     pub(super) killed: Vec<Seat>,
+    pub(super) spawned: Vec<(Seat, Generation)>,
+    pub(super) notices: Vec<String>,
     pub(super) outcome: Option<Outcome>,
 }
 
 impl Group {
     pub(super) fn new() -> Self {
+        Self::with(settings())
+    }
+
+    pub(super) fn with(settings: Settings) -> Self {
         let mut group = Self {
-            engine: Engine::new(settings(), &[], 0).expect("an empty journal contradicts nothing"),
+            engine: Engine::new(settings, &[], 0).expect("an empty journal contradicts nothing"),
             records: Vec::new(),
             owners: Vec::new(),
             members: Vec::new(),
@@ -37,6 +43,8 @@ impl Group {
             meets: true,
             told: Vec::new(),
             killed: Vec::new(),
+            spawned: Vec::new(),
+            notices: Vec::new(),
             outcome: None,
         };
         let commands = group.engine.launch();
@@ -81,11 +89,12 @@ impl Group {
             match command {
                 Command::Append { record, .. } => self.records.push(record),
                 Command::Spawn { seat, generation } if seat.role == Role::Draft => {
+                    self.spawned.push((seat, generation));
                     self.feed(Event::Attached {
                         seat,
                         generation,
                         pid: 1,
-                        bulk_name: seat.to_string(),
+                        bulk: BulkAddress::default(),
                     });
                 }
                 Command::Send {
@@ -113,6 +122,7 @@ impl Group {
                     command => self.told.push((seat, command)),
                 },
                 Command::Kill { seat, .. } => self.killed.push(seat),
+                Command::Notice(notice) => self.notices.push(notice.text),
                 Command::Finish(outcome) => self.outcome = Some(outcome),
                 _ => {}
             }

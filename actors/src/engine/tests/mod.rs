@@ -2,6 +2,7 @@
 
 mod collective;
 mod held_out;
+mod hosts;
 mod lanes;
 mod setup;
 mod teams;

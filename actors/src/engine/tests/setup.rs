@@ -1,5 +1,7 @@
 //! Settings of a small cluster.
 
+use std::collections::BTreeMap;
+
 use eaglet_runtime::collective::SumMode;
 use eaglet_runtime::contract::{Contract, HiddenDtype};
 use eaglet_runtime::digest::Digest;
@@ -40,6 +42,8 @@ pub(super) fn settings() -> Settings {
         suspect_after_ms: 1_000,
         dead_after_ms: 2_000,
         attach_timeout_ms: 30_000,
+        hosts: BTreeMap::new(),
+        host_timeout_ms: 60_000,
         load_timeout_ms: 60_000,
         step_timeout_ms: 60_000,
         leave_timeout_ms: 10_000,

@@ -6,7 +6,7 @@ use eaglet_runtime::device::{Cpu, ProductKernel};
 use eaglet_runtime::ids::Role;
 
 use super::Plan;
-use crate::config::{Collective, RankConfig};
+use crate::config::{Collective, LOCAL, RankConfig};
 use crate::preflight::foundation::is_absent;
 use crate::preflight::machine::Machine;
 use crate::preflight::memory::{
@@ -151,7 +151,7 @@ impl Plan<'_> {
         hosts
             .into_iter()
             .map(|(host, tenants)| {
-                let coordinator = if host == "local" {
+                let coordinator = if host == LOCAL {
                     coordinator_bytes(samples)
                 } else {
                     0

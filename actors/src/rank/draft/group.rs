@@ -12,7 +12,7 @@ use super::RankFault;
 use super::nccl::Part;
 use crate::faults::{self, Point};
 use crate::rank::link_options;
-use crate::rank::peer_links::{PeerLinks, Unreached, dial};
+use crate::rank::peer_links::{Here, PeerLinks, Unreached, dial};
 
 /// Longest wait for a replacement to take a state.
 const STATE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -32,14 +32,14 @@ pub(super) struct Group {
 
 impl Group {
     pub(super) fn connect(
-        own: Endpoint,
+        own: &Here,
         epoch: Epoch,
         members: &[Member],
         owners: Vec<u16>,
     ) -> Result<Self, Unreached> {
-        let others = members.iter().filter(|member| member.seat != own.seat.index);
+        let others = members.iter().filter(|member| member.seat != own.endpoint.seat.index);
         Ok(Self {
-            seat: own.seat,
+            seat: own.endpoint.seat,
             epoch,
             members: members.iter().map(|member| member.seat).collect(),
             owners,
@@ -136,7 +136,7 @@ impl Group {
 
 /// Sends messages to somebody who is in no group yet, and waits until they are taken.
 pub(super) fn send_once(
-    from: Endpoint,
+    from: &Here,
     to: &Member,
     epoch: Epoch,
     messages: impl IntoIterator<Item = (BulkKind, Bytes)>,
@@ -145,7 +145,7 @@ pub(super) fn send_once(
         seat: Seat::draft(to.seat),
         generation: to.generation,
     };
-    let link = dial(from, epoch, peer, &to.bulk_name, link_options())?;
+    let link = dial(from, epoch, peer, &to.bulk, link_options())?;
     for (index, (kind, bytes)) in messages.into_iter().enumerate() {
         link.send(
             BulkOutgoing {

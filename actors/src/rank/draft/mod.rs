@@ -204,7 +204,7 @@ impl<D: RankDevice> DraftWorker<D> {
             faults::reach(Point::Meet, None)?;
             return Ok(());
         }
-        match Group::connect(self.context.endpoint(), epoch, &members, owners) {
+        match Group::connect(&self.context.here, epoch, &members, owners) {
             Ok(group) => self.group = Some(group),
             Err(unreached) if unreached.is_of_peer() => {
                 // Most often it has just died: no reason to lose this replica too.

@@ -49,7 +49,7 @@ impl<D: RankDevice> DraftWorker<D> {
     pub(super) fn send_state(&mut self, to: &Member) -> Result<(), RankFault> {
         self.context.enter(Activity::Donating);
         let pieces = self.replica.as_ref().ok_or_else(not_loaded)?.pieces();
-        if let Err(error) = group::send_once(self.context.endpoint(), to, self.epoch, pieces) {
+        if let Err(error) = group::send_once(&self.context.here, to, self.epoch, pieces) {
             tracing::warn!(to = to.seat, %error, "cannot send the state");
             // Most often its process is gone; if not, it is to ask again rather than to wait.
             self.context.say(RankEvent::StateNotSent {

@@ -131,10 +131,10 @@ impl Couriers {
                 generation: destination.generation,
             };
             let link = dial(
-                context.endpoint(),
+                &context.here,
                 Epoch::default(),
                 to,
-                &destination.bulk_name,
+                &destination.bulk,
                 link_options(),
             )
             .map_err(|error| Unsent::Now(error.to_string()))?;

@@ -112,7 +112,7 @@ impl<D: RankDevice> VerifierWorker<D> {
         faults::reach(Point::Form, None)?;
         match self
             .team
-            .join(self.context.endpoint(), epoch, members, shard_link_options)
+            .join(&self.context.here, epoch, members, shard_link_options)
         {
             Ok(()) => {}
             Err(unreached) if unreached.is_of_peer() => {

@@ -6,9 +6,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use bytes::Bytes;
-use eaglet_runtime::control::transport::{self, Accepted, Admit, Dialed, Operate};
+use eaglet_runtime::control::transport::{
+    self, Accepted, Admit, Dialed, Joined, Operate, Receive, Refusal,
+};
 use eaglet_runtime::control::{
-    Activity, Attach, Beat, CoordinatorCommand, OperatorCall, OperatorReply, PROTOCOL, RankEvent,
+    BulkAddress,    Activity, Attach, Beat, CoordinatorCommand, OperatorCall, OperatorReply, PROTOCOL, RankEvent,
 };
 use eaglet_runtime::ids::{Generation, Seat};
 use eaglet_runtime::link::SenderOptions;
@@ -49,14 +51,14 @@ pub(super) fn measure(count: usize, plan: &Plan<'_>) -> Result<Control> {
     // Coordinator and rank have a thread each.
     let (coordinator, rank) = (runtime()?, runtime()?);
     let (listener, address) = coordinator.block_on(transport::bind("127.0.0.1:0"))?;
-    coordinator.spawn(transport::serve(listener, Echo, Nobody));
+    coordinator.spawn(transport::serve(listener, Echo, Nobody, Nobody));
     let attach = Attach {
         protocol: PROTOCOL,
         token: "bench".to_owned(),
         seat: Seat::draft(0),
         generation: Generation(0),
         pid: std::process::id(),
-        bulk_name: String::new(),
+        bulk: BulkAddress::default(),
     };
     let mut dialed = rank.block_on(transport::dial(&address.to_string(), attach))?;
     let mut trips = |plan: &Plan<'_>| rank.block_on(round_trips(&mut dialed, count, plan));
@@ -134,6 +136,12 @@ impl Admit for Echo {
 }
 
 struct Nobody;
+
+impl Receive for Nobody {
+    fn receive(&self, _: Joined) -> Result<(), Refusal> {
+        Err(Refusal::lasting("a bench has no other hosts"))
+    }
+}
 
 impl Operate for Nobody {
     async fn operate(&self, _: OperatorCall) -> Option<OperatorReply> {

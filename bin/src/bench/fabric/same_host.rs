@@ -124,7 +124,7 @@ impl Link {
         };
         let (from, to) = (end(Seat::verifier(0)), end(Seat::draft(0)));
         let (inbox, events) = mpsc::channel();
-        let listener = BulkListener::bind(&name, to, ListenerOptions::default(), move |event| {
+        let listener = BulkListener::bind(&name, to, ListenerOptions::default(), None, move |event| {
             // A measurement that was interrupted no longer listens.
             let _ = inbox.send(event);
         })

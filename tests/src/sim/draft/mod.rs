@@ -307,7 +307,7 @@ impl Draft {
         let sums_over_nccl = world.plan.sums_over_nccl && members.len() > 1;
         for member in members {
             let to = world
-                .rank_named(&member.bulk_name)
+                .rank_at(&member.bulk)
                 .ok_or_else(|| RankFault::passing("a member that was never started"))?;
             group.members.push((member.seat, to));
             if !sums_over_nccl && member.seat != own && world.connect(id, to, LinkKind::Group, epoch).is_err()

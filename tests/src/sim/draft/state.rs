@@ -60,7 +60,7 @@ impl Draft {
 
     pub(super) fn send_state(&mut self, world: &mut World, id: RankId, to: &Member) -> Result<(), RankFault> {
         let weights = self.replica.ok_or_else(not_loaded)?;
-        let Some(to) = world.rank_named(&to.bulk_name) else {
+        let Some(to) = world.rank_at(&to.bulk) else {
             return Ok(());
         };
         let sent = world.connect(id, to, LinkKind::State, self.epoch).and_then(|()| {

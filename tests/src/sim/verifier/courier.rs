@@ -16,7 +16,7 @@ pub(super) fn courier(
     destination: &Member,
 ) -> bool {
     let epoch = Epoch::default();
-    let Some(to) = world.rank_named(&destination.bulk_name) else {
+    let Some(to) = world.rank_at(&destination.bulk) else {
         return false;
     };
     // A seat's new occupant gets a new link.

@@ -354,7 +354,7 @@ impl Verifier {
         self.tried = Some(epoch);
         let processes: Option<Vec<RankId>> = members
             .iter()
-            .map(|member| world.rank_named(&member.bulk_name))
+            .map(|member| world.rank_at(&member.bulk))
             .collect();
         let Some(processes) = processes else { return };
         for &to in processes.iter().filter(|&&to| to != id) {

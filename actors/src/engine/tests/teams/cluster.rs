@@ -1,6 +1,6 @@
 //! A cluster whose verifiers do what a test says.
 
-use eaglet_runtime::control::{Activity, Beat, CoordinatorCommand, RankEvent, Turn};
+use eaglet_runtime::control::{Activity, Beat, BulkAddress, CoordinatorCommand, RankEvent, Turn};
 use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Unit};
 use eaglet_runtime::samples::Location;
 
@@ -116,7 +116,7 @@ impl Cluster {
             seat,
             generation,
             pid: 1,
-            bulk_name: format!("{seat}-{generation}"),
+            bulk: BulkAddress::default(),
         });
         if seat.role == Role::Verifier {
             let contract = settings().contract;

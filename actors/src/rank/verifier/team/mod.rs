@@ -22,7 +22,7 @@ use eaglet_runtime::verifier::{Interrupted, Shard};
 use crate::faults::{self, Point};
 use crate::rank::activity::ActivityGauge;
 use crate::rank::inbox::{Inbox, Input, Nothing};
-use crate::rank::peer_links::{PeerLinks, Unreached};
+use crate::rank::peer_links::{Here, PeerLinks, Unreached};
 use crate::rank::{ROOM_INTERVAL, RankFault};
 
 /// What a member has of one epoch.
@@ -88,7 +88,7 @@ impl Team {
     /// Links up with those that this member sends to.
     pub(super) fn join(
         &mut self,
-        own: Endpoint,
+        own: &Here,
         epoch: Epoch,
         members: Vec<Member>,
         options: fn() -> SenderOptions,

@@ -2,6 +2,7 @@
 
 use crossbeam_channel::{Sender, unbounded};
 use eaglet_runtime::collective::ShardPeers;
+use eaglet_runtime::control::BulkAddress;
 use eaglet_runtime::ids::{Generation, Seat};
 use eaglet_runtime::link::{BulkListener, ListenerOptions};
 use eaglet_runtime::verifier::Peers;
@@ -34,7 +35,10 @@ fn ranks(name: &str, stages: u16, slices: u16) -> Vec<Rank> {
             let member = Member {
                 seat: index,
                 generation: Generation(0),
-                bulk_name: format!("eaglet-team-{name}-{}-{index}", std::process::id()),
+                bulk: BulkAddress {
+                    name: format!("eaglet-team-{name}-{}-{index}", std::process::id()),
+                    ..BulkAddress::default()
+                },
             };
             let (inputs, arriving) = unbounded();
             let here = inputs.clone();
@@ -42,7 +46,7 @@ fn ranks(name: &str, stages: u16, slices: u16) -> Vec<Rank> {
                 held_bytes_per_connection: 8192,
                 ..ListenerOptions::default()
             };
-            let listener = BulkListener::bind(&member.bulk_name, endpoint(&member), options, move |event| {
+            let listener = BulkListener::bind(&member.bulk.name, endpoint(&member), options, None, move |event| {
                 // The test may be over.
                 let _ = here.send(Input::Bulk(event));
             });
@@ -55,6 +59,14 @@ fn ranks(name: &str, stages: u16, slices: u16) -> Vec<Rank> {
             }
         })
         .collect()
+}
+
+fn here(member: &Member) -> Here {
+    Here {
+        endpoint: endpoint(member),
+        host: String::new(),
+        token: String::new(),
+    }
 }
 
 fn endpoint(member: &Member) -> Endpoint {
@@ -78,7 +90,7 @@ fn all<T: Send>(
             .map(|mut rank| {
                 let linked = rank
                     .team
-                    .join(endpoint(&rank.member), epoch, members.clone(), narrow);
+                    .join(&here(&rank.member), epoch, members.clone(), narrow);
                 linked.expect("all of them listen");
                 scope.spawn(move || {
                     let gauge = ActivityGauge::default();
@@ -159,7 +171,7 @@ fn a_newer_epoch_ends_a_wait_and_an_older_one_does_not() {
     let gauge = ActivityGauge::default();
     let mut rank = ranks.remove(0);
     let members = vec![rank.member.clone(), ranks[0].member.clone()];
-    let linked = rank.team.join(endpoint(&rank.member), first, members, narrow);
+    let linked = rank.team.join(&here(&rank.member), first, members, narrow);
     linked.expect("both listen");
     let talk = Talk {
         gauge: &gauge,
@@ -189,7 +201,7 @@ fn members_that_are_not_at_the_same_place_end() {
     for rank in &mut both {
         let linked = rank
             .team
-            .join(endpoint(&rank.member), Epoch(7), members.clone(), narrow);
+            .join(&here(&rank.member), Epoch(7), members.clone(), narrow);
         linked.expect("both listen");
     }
     let faults: Vec<Option<String>> = std::thread::scope(|scope| {

@@ -1,6 +1,6 @@
 //! Starts and reaps the rank processes of this machine.
 //!
-//! HOST-1: a rank dies with its coordinator. The kernel sends its parent-death signal when the *thread* that started it
+//! HOST-1: a rank dies with the process that started it. The kernel sends its parent-death signal when the *thread* that started it
 //! ends, so each rank has a thread of its own that starts it, waits for it and ends after it.
 //! HOST-2: a process is signalled through its pidfd, so a recycled process number is never hit.
 //! HOST-3: a rank on a GPU sees that GPU only, and runs on the CPUs of its NUMA node, so that what it touches first lies
@@ -9,6 +9,7 @@
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
+use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
@@ -35,45 +36,49 @@ const HUGE_PAGES: &str = "glibc.malloc.hugetlb=1";
 /// How much of a log is shown when its rank is lost.
 const LOG_TAIL_BYTES: u64 = 1200;
 
-/// What every rank of this launch is started with.
+/// Starts ranks on this machine: what every rank of this launch gets.
 #[derive(Clone, Debug)]
-pub(super) struct Host {
+pub(crate) struct Starter {
     /// The `eaglet` executable.
-    pub executable: PathBuf,
+    pub(crate) executable: PathBuf,
     /// Where the coordinator listens.
-    pub coordinator: String,
+    pub(crate) coordinator: String,
     /// Secret of this launch.
-    pub token: String,
+    pub(crate) token: String,
+    /// This machine, as `cluster.toml` calls it.
+    pub(crate) host: String,
+    /// Address at which ranks of other machines reach those of this one; none in a cluster of one machine.
+    pub(crate) network: Option<IpAddr>,
     /// The run directory.
-    pub run_directory: PathBuf,
+    pub(crate) run_directory: PathBuf,
     /// Format of the ranks' log files.
-    pub log_format: String,
+    pub(crate) log_format: String,
     /// How ranks on GPUs are started.
-    pub places: Arc<BTreeMap<Seat, Place>>,
+    pub(crate) places: Arc<BTreeMap<Seat, Place>>,
 }
 
 /// A started process.
 #[derive(Debug)]
-pub(super) struct Process {
+pub(crate) struct Process {
     /// Its number.
-    pub pid: u32,
+    pub(crate) pid: u32,
     descriptor: Arc<OwnedFd>,
 }
 
 impl Process {
     /// Kills it; nothing happens if it is gone.
-    pub(super) fn kill(&self) {
+    pub(crate) fn kill(&self) {
         // The only failure is that the process is gone, which is what was wanted.
         let _ = pidfd_send_signal(&self.descriptor, Signal::KILL);
     }
 }
 
-impl Host {
+impl Starter {
     /// Starts a rank and calls `exited` once, from another thread, when its process is gone.
     ///
     /// # Errors
     /// If the process cannot be started.
-    pub(super) fn start(
+    pub(crate) fn start(
         &self,
         seat: Seat,
         generation: Generation,
@@ -89,6 +94,7 @@ impl Host {
             .args(["--coordinator", &self.coordinator])
             .args(["--seat", &seat.to_string()])
             .args(["--generation", &generation.to_string()])
+            .args(["--host", &self.host])
             .arg("--run-directory")
             .arg(&self.run_directory)
             .args(["--log-format", &self.log_format])
@@ -100,6 +106,9 @@ impl Host {
             .stderr(log)
             // Ctrl-C is for the coordinator, which then drains.
             .process_group(0);
+        if let Some(address) = self.network {
+            command.args(["--network", &address.to_string()]);
+        }
         let place = self.places.get(&seat).cloned();
         if let Some(place) = &place {
             command.env(VISIBLE_VARIABLE, &place.visible);
@@ -137,12 +146,12 @@ impl Host {
     }
 
     /// Where a rank's standard output and error go.
-    pub(super) fn output_path(&self, seat: Seat) -> PathBuf {
+    fn output_path(&self, seat: Seat) -> PathBuf {
         self.run_directory.join("logs").join(format!("{seat}.out"))
     }
 
     /// The last lines that a rank wrote to standard error.
-    pub(super) fn last_words(&self, seat: Seat) -> String {
+    pub(crate) fn last_words(&self, seat: Seat) -> String {
         tail(&self.output_path(seat)).unwrap_or_default()
     }
 }

@@ -1,3 +1,5 @@
+mod hosts;
+
 use std::fs;
 
 use eaglet_runtime::collective::SumMode;
@@ -127,6 +129,11 @@ fn named_seats_are_kept_and_the_others_fill_up() {
 fn keys_are_the_fields_of_the_sections_in_order_and_defaults_are_allowed() {
     let mut config = load(GOOD);
     config.ranks.truncate(1);
+    config.hosts.push(HostConfig {
+        name: "b".to_owned(),
+        address: "10.0.0.2".parse().ok(),
+        start: vec!["ssh".to_owned()],
+    });
     let json = serde_json::to_value(&config).expect("plain data");
     let mut fields = Vec::new();
     for (section, values) in json.as_object().expect("a table") {
@@ -420,7 +427,8 @@ fn ranks_are_checked() {
             "cluster.toml:25: ranks[4].seat = 7 leaves a gap; 4 draft ranks have seats 0 to 3",
             "cluster.toml:26: ranks[4].device = \"gpu\" is no device; use \"cpu\", or \"cuda:N\" for the N-th GPU that \
              `eaglet devices` lists, from 0",
-            "cluster.toml:27: ranks[4].host = \"other\" cannot be reached; ranks run on this machine, use \"local\"",
+            "cluster.toml:27: ranks[4].host = \"other\" is no host; use \"local\" for this machine, or add [[hosts]] with name = \
+             \"other\"",
             "cluster.toml:28: ranks[4].shard is no key any more; remove it, and set verifier.pipeline and \
              verifier.tensor: which part a verifier rank holds follows from its seat",
         ]
@@ -536,14 +544,15 @@ fn the_default_cluster_is_right() {
 
 #[test]
 fn the_default_cluster_names_every_key_and_the_commented_ones_show_their_default() {
-    let text = include_str!("../../../cluster.toml");
+    let text = include_str!("../../../../cluster.toml");
     let mut defaults = ClusterConfig::default();
     defaults.ranks.push(RankConfig::new(Role::Draft));
     let defaults = serde_json::to_value(defaults).expect("plain data");
     let mut section = "";
     let mut named = Vec::new();
     for line in text.lines() {
-        if let Some(header) = line.strip_prefix('[') {
+        // A list that the default cluster does not have is an example, its header too.
+        if let Some(header) = line.trim_start_matches("# ").strip_prefix('[') {
             section = header
                 .trim_start_matches('[')
                 .split(']')
