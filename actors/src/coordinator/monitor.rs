@@ -362,6 +362,7 @@ fn rank_view(seat: &SeatView, shares: Option<Shares>) -> RankView {
     let activity = beat.map(|beat| beat.activity).unwrap_or_default();
     let state = match seat.status {
         "restarting" => RankState::Restarting,
+        "host absent" => RankState::HostAbsent,
         "starting" => RankState::Starting,
         "loading" => RankState::Loading,
         "gone" => RankState::Gone,

@@ -26,6 +26,8 @@ pub enum RankState {
     Gone,
     /// Its next occupant waits for its turn to start.
     Restarting,
+    /// Its host has not joined, or was lost.
+    HostAbsent,
 }
 
 impl fmt::Display for RankState {
@@ -39,6 +41,7 @@ impl fmt::Display for RankState {
             Self::Leaving => "leaving",
             Self::Gone => "gone",
             Self::Restarting => "restarting",
+            Self::HostAbsent => "no host",
         })
     }
 }

@@ -59,7 +59,7 @@ pub(super) fn sparkline(values: &[f32], colour: Color, area: Rect, buffer: &mut 
 }
 
 pub(super) const fn is_down(state: RankState) -> bool {
-    matches!(state, RankState::Gone | RankState::Restarting)
+    matches!(state, RankState::Gone | RankState::Restarting | RankState::HostAbsent)
 }
 
 pub(super) fn state_style(state: RankState) -> Style {
@@ -69,7 +69,7 @@ pub(super) fn state_style(state: RankState) -> Style {
         RankState::Extracting => Style::from(Color::Cyan),
         RankState::Training => Style::from(Color::Green),
         RankState::Gone => Style::from((Color::Red, Modifier::BOLD)),
-        RankState::Restarting => Style::from(Color::Magenta),
+        RankState::Restarting | RankState::HostAbsent => Style::from(Color::Magenta),
     }
 }
 
