@@ -91,6 +91,8 @@ faults! {
     SeatRemoved = "rank removed",
     /// A rank is restarted on request.
     SeatRestarted = "rank restarted on request",
+    /// A host is lost with its ranks, and comes back.
+    HostLost = "host lost",
     /// The run is drained, and launched again.
     Drained = "run drained",
     /// The run is stopped at once, and launched again.

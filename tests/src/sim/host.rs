@@ -99,6 +99,7 @@ impl World {
         });
         self.clock.after(TICK_MS, What::Tick(launch));
         self.clock.after(1, What::Intake(launch));
+        self.await_host(launch);
         self.carry_out(commands)
     }
 
@@ -355,6 +356,7 @@ impl World {
 
     fn spawn(&mut self, seat: Seat, generation: Generation) -> Checked {
         members::spawn(&self.checks.book, seat)?;
+        self.check_host_of(seat)?;
         let now_ms = self.clock.now_ms();
         let id = self.ranks.len();
         let Some(coordinator) = &mut self.coordinator else {

@@ -20,6 +20,7 @@ pub mod fault;
 mod host;
 mod intake;
 pub mod invariants;
+mod machines;
 pub mod network;
 pub mod plan;
 pub mod rank;

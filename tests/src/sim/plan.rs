@@ -11,6 +11,7 @@ use eaglet_runtime::ids::Seat;
 use super::corpus::{Corpus, CorpusShape};
 use super::dice::Dice;
 use super::fault::Fault;
+use super::machines::HOST;
 
 /// Capacity of a row.
 const TOKENS_PER_ROW: u32 = 12;
@@ -98,7 +99,7 @@ impl Faults {
 }
 
 /// Kinds that a schedule draws independently of each other.
-const KINDS: u64 = 23;
+const KINDS: u64 = 24;
 
 impl Plan {
     /// The schedule of a seed.
@@ -309,6 +310,14 @@ impl Plan {
             21 => {
                 faults.timed.push((Fault::CollectiveTorn, every_ms(dice)));
                 faults.stuck_abort_one_in = dice.pick(&[0, 3, 10]);
+            }
+            22 => {
+                for &seat in &self.settings.seats {
+                    if dice.one_in(2) {
+                        self.settings.hosts.insert(seat, HOST.to_owned());
+                    }
+                }
+                faults.timed.push((Fault::HostLost, rarely_ms(dice)));
             }
             _ => {
                 if dice.one_in(3) {

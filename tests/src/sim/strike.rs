@@ -37,6 +37,7 @@ impl World {
             Fault::SampleRetried => self.retry_a_sample(),
             Fault::SourceAdded => self.add_file(),
             Fault::SeatAdded | Fault::SeatRemoved | Fault::SeatRestarted => self.change_a_seat(fault),
+            Fault::HostLost => self.lose_host(),
             Fault::Drained => {
                 if self.coordinator.is_none() {
                     return Ok(());

@@ -58,6 +58,8 @@ pub enum What {
     Launch,
     /// A fault, and the mean time to the next one of its kind.
     Fault(Fault, u64),
+    /// The host beside the coordinator's joins a launch.
+    HostJoins(u32),
     /// All faults stop.
     Calm,
 }
@@ -143,6 +145,8 @@ pub struct World {
     /// All meetings over NCCL, from the first on.
     pub(super) meetings: Vec<Meeting>,
     pub(super) coordinator: Option<Coordinator>,
+    /// Whether the host beside the coordinator's has joined.
+    pub(super) host_is_here: bool,
     pub(super) intake: Intake,
     pub(super) checks: Checks,
     pub(super) counts: FaultCounts,
@@ -188,6 +192,7 @@ impl World {
             paths: Vec::new(),
             meetings: Vec::new(),
             coordinator: None,
+            host_is_here: false,
             intake: Intake::default(),
             checks,
             counts: FaultCounts::default(),
@@ -336,6 +341,7 @@ impl World {
             }
             What::Lost(id) => self.lost(id),
             What::Launch => self.launch_coordinator(),
+            What::HostJoins(launch) => self.host_joins(launch),
             What::Fault(fault, every_ms) => {
                 if self.calm {
                     return Ok(());
@@ -378,6 +384,7 @@ impl World {
                 | What::Up(..)
                 | What::Exited(_)
                 | What::Lost(_)
+                | What::HostJoins(_)
         )
     }
 

@@ -103,6 +103,8 @@ impl Liveness {
                     AfterFailure::LaunchAgain
                 };
                 (refusals && step.is_some() && empty, after)
+            } else if says("has not joined within") {
+                (!settings.hosts.is_empty(), AfterFailure::LaunchAgain)
             } else if says("there is nothing to train") {
                 (book.intake() == book.quarantined(), AfterFailure::Over)
             } else if says("checkpoint is not there") {
