@@ -7,6 +7,8 @@
 // chosen for (the number of rows of the transposed result may differ, and some of its columns may be asked for), and must
 // be used with a workspace that is large enough and aligned.
 //
+// Of products of depth 13 it takes an algorithm only for the outputs that it was chosen for, as a GPU may.
+//
 // EAGLET_STANDIN_FAULT=product:N makes the N-th product fail.
 
 #include <cstdint>
@@ -22,6 +24,7 @@ enum Status { SUCCESS = 0, INVALID_VALUE = 7, EXECUTION_FAILED = 13, NOT_SUPPORT
 enum Type { F32 = 0, BF16 = 14 };
 enum { COMPUTE_32F = 68 };
 const size_t WORKSPACE = 1 << 20;
+const uint32_t CHOOSY_DEPTH = 13;
 
 struct Layout {
     int type;
@@ -227,6 +230,9 @@ API cublasLtMatmul(void*, void* desc, const void* alpha, const void* a, void* a_
     memcpy(expected.alignment, algorithm->alignment, sizeof(expected.alignment));
     const int outputs = product.transposed[0] ? 1 : 0; // the side of the first factor that the sum is not over
     if (expected.widths[outputs] < algorithm->widths[outputs]) {
+        if (expected.widths[2] == CHOOSY_DEPTH) {
+            return NOT_SUPPORTED;
+        }
         expected.widths[outputs] = algorithm->widths[outputs];
     }
     const void* addresses[3] = {a, b, d};

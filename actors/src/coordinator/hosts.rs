@@ -15,13 +15,16 @@ use eaglet_runtime::control::transport::{EventStream, Joined, Receive, Refusal};
 use eaglet_runtime::control::{HostCommand, HostEvent, HostWelcome, Join, PROTOCOL};
 use eaglet_runtime::ids::{Generation, Seat};
 use ractor::ActorRef;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 use super::cluster::ClusterMessage;
 use super::is_secret;
 use crate::config::{ClusterConfig, LOCAL};
 use crate::engine::{Event, Notice};
 use crate::processes::{self, Starter};
+
+/// Longest wait for hosts to leave when the run is over.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Called once when a rank's process is gone, with how it ended.
 type Exited = Box<dyn FnOnce(String) + Send>;
@@ -42,6 +45,8 @@ struct Shared {
     places: BTreeMap<Seat, String>,
     table: Mutex<Table>,
     cluster: OnceLock<ActorRef<ClusterMessage>>,
+    /// Has a receiver for each stream of a host.
+    attended: watch::Sender<()>,
 }
 
 #[derive(Default)]
@@ -114,6 +119,7 @@ impl Hosts {
             local,
             table: Mutex::default(),
             cluster: OnceLock::new(),
+            attended: watch::Sender::new(()),
         }))
     }
 
@@ -160,11 +166,15 @@ impl Hosts {
         self.0.local.last_words(seat)
     }
 
-    /// Tells the hosts that the run is over.
-    pub(super) fn quit(&self) {
+    /// Tells the hosts that the run is over, and waits a moment for them to leave: who does not hear it waits for another
+    /// launch.
+    pub(super) async fn quit(&self) {
         for host in std::mem::take(&mut self.table().joined).into_values() {
             // One that is gone needs no word.
             let _ = host.try_send(HostCommand::Quit);
+        }
+        if tokio::time::timeout(LEAVE_TIMEOUT, self.0.attended.closed()).await.is_err() {
+            tracing::warn!("a host has not left");
         }
     }
 
@@ -199,6 +209,7 @@ impl Hosts {
     async fn attend(self, join: Join, welcome: HostWelcome, joined: (EventStream<HostEvent>, mpsc::Sender<HostCommand>)) {
         let (mut events, commands) = joined;
         let name = join.name;
+        let attended = self.0.attended.subscribe();
         let cause = self.hear(&name, welcome, &mut events, &commands).await;
         // The order counts: what was started after this is not the business of this stream.
         let is_joined = {
@@ -209,7 +220,7 @@ impl Hosts {
             }
             is_ours
         };
-        drop(commands);
+        drop((commands, attended));
         if !is_joined {
             return; // the run is over
         }

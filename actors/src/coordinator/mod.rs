@@ -93,7 +93,7 @@ impl Launched {
     /// Ends what is left; to be called when [`Self::finished`] has resolved.
     pub async fn close(self) {
         self.cluster.stop(None);
-        self.hosts.quit();
+        self.hosts.quit().await;
         // A task that panicked has said so in the log.
         let _ = self.life.await;
         let _ = self.observer.await;

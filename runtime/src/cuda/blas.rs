@@ -8,6 +8,8 @@
 //! split sums; so a row of a product has the same bits whatever other rows share the call. The products of a transposed
 //! first factor, which are weight gradients, are chosen for their own number of rows. A product of some outputs of a wider
 //! one goes through the wider one's algorithm, so its bits are the same.
+//! PRODUCT-2: where cuBLASLt does not take that algorithm for fewer rows or outputs, the product gets one of its own, which is
+//! remembered and warned of once: the same call has the same bits, and others may differ in the last ones.
 
 mod layout;
 
@@ -71,6 +73,8 @@ pub(super) struct Heuristic {
 
 /// NVIDIA's advice for Hopper; smaller GPUs use less of it.
 const WORKSPACE_BYTES: usize = 32 << 20;
+/// `CUBLAS_STATUS_NOT_SUPPORTED` of cublas_api.h.
+const NOT_SUPPORTED: i32 = 15;
 /// Rows of the product for which algorithms are chosen.
 const CHOSEN_FOR_ROWS: u64 = 2048;
 
@@ -191,7 +195,7 @@ fn check(call: &'static str, code: i32) -> Result<(), CudaError> {
         8 => "architecture mismatch",
         13 => "execution failed",
         14 => "internal error",
-        15 => "not supported",
+        NOT_SUPPORTED => "not supported",
         _ => "unknown",
     };
     Err(CudaError::Call {
@@ -318,14 +322,14 @@ impl Blas {
             },
             accumulate,
         };
+        let own = Key { rows, cols, ..key };
         let desc = self.desc(&key)?;
-        let algorithm = self.algorithm(&key, &desc)?;
-        let [first, second, result] = self.layouts(&Key { cols, ..key }, rows)?;
+        let [first, second, result] = self.layouts(&own, rows)?;
         let beta: f32 = if accumulate { 1.0 } else { 0.0 };
         let target = c.data.address();
         // SAFETY: the views hold what the layouts describe, which the shapes above were checked for; both scalars are
         // read before the call returns.
-        check("cublasLtMatmul", unsafe {
+        let multiply = |algorithm: &[u64; 8]| unsafe {
             (self.table.matmul)(
                 self.handle,
                 desc.raw,
@@ -339,12 +343,29 @@ impl Blas {
                 result.raw,
                 target,
                 result.raw,
-                &raw const algorithm,
+                std::ptr::from_ref(algorithm),
                 self.workspace.view().address(),
                 self.workspace.len(),
                 stream.raw(),
             )
-        })
+        };
+        let chosen = match self.known(&own) {
+            // PRODUCT-2
+            Some(algorithm) => algorithm,
+            None => self.algorithm(&key, &desc)?,
+        };
+        let code = multiply(&chosen);
+        if code != NOT_SUPPORTED || own == key {
+            return check("cublasLtMatmul", code);
+        }
+        let algorithm = self.algorithm(&own, &desc)?;
+        tracing::warn!(?own, chosen_for = ?key, "a product gets an algorithm of its own: its last bits may differ");
+        check("cublasLtMatmul", multiply(&algorithm))
+    }
+
+    fn known(&self, key: &Key) -> Option<[u64; 8]> {
+        let algorithms = self.algorithms.lock().unwrap_or_else(PoisonError::into_inner);
+        algorithms.get(key).copied()
     }
 
     fn desc(&self, key: &Key) -> Result<Made<cublasLtMatmulDesc_t>, CudaError> {
@@ -476,7 +497,7 @@ impl Blas {
             )
         })?;
         if found < 1 {
-            return check("cublasLtMatmulAlgoGetHeuristic", 15).map(|()| best.algorithm);
+            return check("cublasLtMatmulAlgoGetHeuristic", NOT_SUPPORTED).map(|()| best.algorithm);
         }
         check("cublasLtMatmulAlgoGetHeuristic", best.state)?;
         tracing::debug!(

@@ -134,3 +134,38 @@ fn a_row_of_a_product_has_the_same_bits_in_every_call() {
         );
     }
 }
+
+/// PRODUCT-2
+#[test]
+fn some_outputs_are_computed_even_where_the_algorithm_of_all_does_not_take_them() {
+    let Some(stack) = Stack::open() else { return };
+    let search = stack::search().expect("the stack is there");
+    let blas = Blas::new(&stack.context, &search).expect("cuBLASLt");
+    // Of this depth the stand-in takes no algorithm for fewer outputs than it was chosen for.
+    let (rows, width, k) = (5, 24, 13);
+    let (a, b) = (
+        stack.upload(&wave(rows * k, 1.0)),
+        stack.upload(&wave(width * k, 2.0)),
+    );
+    let outputs = |first: usize, some: usize| {
+        let mut c = stack.upload(&vec![f32::NAN; rows * width]);
+        let a = Factor::new(MatrixView::new(a.view(), rows, k));
+        let b = Factor::transpose_of(MatrixView::new(b.view().part(first * k..(first + some) * k), some, k));
+        // Columns of the whole result.
+        let len = c.view().len();
+        let out = MatrixViewMut::strided(c.view_mut().part(first..len), rows, some, width);
+        blas.outputs(&stack.stream, out, a, b, width, false).expect("computed");
+        let values = stack.download(&c);
+        let part = values.chunks(width).flat_map(|row| &row[first..first + some]);
+        part.copied().collect::<Vec<f32>>()
+    };
+    let whole = outputs(0, width);
+    for (first, some) in [(0, 8), (8, 16), (0, 8)] {
+        let part = outputs(first, some);
+        for (place, value) in part.iter().enumerate() {
+            let expected = whole[place / some * width + first + place % some];
+            assert!((value - expected).abs() <= 1e-5, "{value} for {expected}");
+        }
+        assert_eq!(part, outputs(first, some), "the same call has the same bits");
+    }
+}
