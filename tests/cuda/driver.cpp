@@ -3,20 +3,22 @@
 //   g++ -std=c++17 -O2 -shared -fPIC -Wl,-soname,libcuda.so.1 driver.cpp -o libcuda.so.1 -ldl
 //
 // Kernels are shared objects made by the stand-in for NVRTC and run when they are launched. It is stricter than a
-// driver: every copy must lie inside one allocation, memory is full of not-a-number at first, and what was written
-// around an allocation ends the process when the allocation is freed.
+// driver: every copy must lie inside one allocation, memory is full of not-a-number at first, also what a pool gives again, and
+// what was written around an allocation ends the process when the allocation is freed.
 //
 // The environment decides what machine it plays:
 //   EAGLET_STANDIN_DEVICES     number of devices (1); CUDA_VISIBLE_DEVICES hides some, by number or uuid
 //   EAGLET_STANDIN_MEMORY      bytes of each (8 GiB)
 //   EAGLET_STANDIN_CAPABILITY  compute capability (9.0)
 //   EAGLET_STANDIN_REVERSE     threads and blocks run from the last to the first
+//   EAGLET_STANDIN_POOLS       0: devices have no memory pools
 //   EAGLET_STANDIN_ISLANDS     devices cannot read each other's memory
 //   EAGLET_STANDIN_FAULT       what goes wrong, by number from 1, separated by commas: alloc:N (that allocation finds no
 //                              room), launch:N (that kernel fails), hang:N (that kernel never ends), die:N (the process
 //                              is killed in that kernel); with @D only on the machine's device D
 //   EAGLET_STANDIN_ONCE        a file that the first fault makes: no fault strikes where it is, in any process
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdio>
@@ -81,10 +83,24 @@ struct Event {
     Stream* stream = nullptr;
     uint64_t begun = 0;
 };
+struct Pool {
+    Device* device;
+    uint64_t threshold = 0, reserved = 0, used = 0, most_reserved = 0, most_used = 0;
+};
 struct Allocation {
     size_t bytes;
     Device* device;
+    Pool* pool = nullptr;
 };
+// `CUmemPoolProps`, as far as all versions agree.
+struct PoolProperties {
+    uint32_t allocation, handles, location;
+    int32_t device;
+    void* security;
+    unsigned char rest[64];
+};
+// What a pool takes of its device at a time.
+const size_t POOL_BYTES = 2 << 20;
 
 const size_t FENCE = 256;
 const unsigned char FENCE_BYTE = 0xa5;
@@ -216,6 +232,42 @@ void check_fence(uintptr_t pointer, size_t bytes) {
     }
 }
 
+// Memory that is full of not-a-number, with a fence around it.
+int place(size_t bytes, Pool* pool, uint64_t* pointer) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 256, bytes + 2 * FENCE) != 0) {
+        return OUT_OF_MEMORY;
+    }
+    unsigned char* start = static_cast<unsigned char*>(memory) + FENCE;
+    memset(memory, FENCE_BYTE, FENCE);
+    memset(start, 0xff, bytes);
+    memset(start + bytes, FENCE_BYTE, FENCE);
+    *pointer = reinterpret_cast<uint64_t>(start);
+    allocations[*pointer] = {bytes, current, pool};
+    return SUCCESS;
+}
+
+// Gives memory back to where it came from. What is in a pool stays with its device up to the threshold.
+int remove(uint64_t pointer) {
+    auto found = allocations.find(pointer);
+    if (found == allocations.end()) {
+        return INVALID_VALUE;
+    }
+    const Allocation& gone = found->second;
+    check_fence(pointer, gone.bytes);
+    if (Pool* pool = gone.pool) {
+        pool->used -= gone.bytes;
+        const uint64_t kept = std::min(std::max(pool->used, pool->threshold), pool->reserved);
+        pool->device->used -= pool->reserved - kept;
+        pool->reserved = kept;
+    } else {
+        gone.device->used -= gone.bytes;
+    }
+    allocations.erase(found);
+    free(reinterpret_cast<void*>(pointer - FENCE));
+    return SUCCESS;
+}
+
 // Waits until the stream has ended what was begun so far.
 void wait_for(Stream* stream, uint64_t begun, std::unique_lock<std::mutex>& guard) {
     changed.wait(guard, [&] { return stream->ended >= begun; });
@@ -313,7 +365,7 @@ API cuDeviceGetAttribute(int* value, int attribute, int device) {
     case 75: *value = major; break;
     case 76: *value = minor; break;
     case 97: *value = int(SHARED_MOST); break;     // shared memory of a block, by permission
-    case 115: *value = 0; break;                   // memory pools
+    case 115: *value = setting("EAGLET_STANDIN_POOLS", 1) != 0; break;
     default: *value = 0; return INVALID_VALUE;
     }
     return SUCCESS;
@@ -364,31 +416,93 @@ API cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
     if (strikes("alloc", ++allocated) || bytes > device_memory() - current->used) {
         return OUT_OF_MEMORY;
     }
-    void* memory = nullptr;
-    if (posix_memalign(&memory, 256, bytes + 2 * FENCE) != 0) {
-        return OUT_OF_MEMORY;
+    if (int code = place(bytes, nullptr, pointer)) {
+        return code;
     }
-    unsigned char* start = static_cast<unsigned char*>(memory) + FENCE;
-    memset(memory, FENCE_BYTE, FENCE);
-    memset(start, 0xff, bytes);
-    memset(start + bytes, FENCE_BYTE, FENCE);
     current->used += bytes;
-    *pointer = reinterpret_cast<uint64_t>(start);
-    allocations[*pointer] = {bytes, current};
     return SUCCESS;
 }
 
 API cuMemFree_v2(uint64_t pointer) {
     GUARD;
-    auto found = allocations.find(pointer);
-    if (found == allocations.end()) {
+    return remove(pointer);
+}
+
+API cuMemPoolCreate(void** pool, const PoolProperties* properties) {
+    GUARD;
+    if (!initialised) {
+        return NOT_INITIALIZED;
+    }
+    const PoolProperties& wish = *properties;
+    const PoolProperties none = {};
+    const bool plain = wish.allocation == 1 && wish.handles == 0 && wish.location == 1 && !wish.security &&
+                       memcmp(wish.rest, none.rest, sizeof(none.rest)) == 0;
+    if (!plain || wish.device < 0 || wish.device >= device_count()) {
         return INVALID_VALUE;
     }
-    check_fence(pointer, found->second.bytes);
-    found->second.device->used -= found->second.bytes;
-    allocations.erase(found);
-    free(reinterpret_cast<void*>(pointer - FENCE));
+    *pool = new Pool{&devices[wish.device]};
     return SUCCESS;
+}
+
+API cuMemPoolDestroy(void* asked) {
+    GUARD;
+    Pool* pool = static_cast<Pool*>(asked);
+    if (pool->used > 0) {
+        fprintf(stderr, "stand-in driver: a pool is destroyed of which %llu bytes are in use\n", (unsigned long long)pool->used);
+        abort();
+    }
+    pool->device->used -= pool->reserved;
+    delete pool;
+    return SUCCESS;
+}
+
+API cuMemPoolSetAttribute(void* pool, int attribute, void* value) {
+    GUARD;
+    if (attribute != 4) {
+        return INVALID_VALUE;
+    }
+    memcpy(&static_cast<Pool*>(pool)->threshold, value, sizeof(uint64_t));
+    return SUCCESS;
+}
+
+API cuMemPoolGetAttribute(void* asked, int attribute, void* value) {
+    GUARD;
+    const Pool& pool = *static_cast<Pool*>(asked);
+    const uint64_t values[] = {pool.threshold, pool.reserved, pool.most_reserved, pool.used, pool.most_used};
+    if (attribute < 4 || attribute > 8) {
+        return INVALID_VALUE;
+    }
+    memcpy(value, &values[attribute - 4], sizeof(uint64_t));
+    return SUCCESS;
+}
+
+API cuMemAllocFromPoolAsync(uint64_t* pointer, size_t bytes, void* asked, void* stream) {
+    GUARD;
+    IN_ORDER;
+    Pool* pool = static_cast<Pool*>(asked);
+    if (bytes == 0 || pool->device != current) {
+        return INVALID_VALUE;
+    }
+    const uint64_t used = pool->used + bytes;
+    const uint64_t grown = used <= pool->reserved ? 0 : (used - pool->reserved + POOL_BYTES - 1) / POOL_BYTES * POOL_BYTES;
+    if (strikes("alloc", ++allocated) || bytes > device_memory() || grown > device_memory() - current->used) {
+        return OUT_OF_MEMORY;
+    }
+    if (int code = place(bytes, pool, pointer)) {
+        return code;
+    }
+    current->used += grown;
+    pool->reserved += grown;
+    pool->used = used;
+    pool->most_reserved = std::max(pool->most_reserved, pool->reserved);
+    pool->most_used = std::max(pool->most_used, used);
+    return SUCCESS;
+}
+
+API cuMemFreeAsync(uint64_t pointer, void* stream) {
+    GUARD;
+    IN_ORDER;
+    return remove(pointer);
 }
 
 API cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {

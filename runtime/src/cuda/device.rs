@@ -8,6 +8,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::arena::ArenaUse;
 use super::blas::{Blas, Factor};
 use super::cache::KernelCache;
 use super::driver::{Context, CudaError, Driver};
@@ -55,7 +56,7 @@ pub struct Cuda {
     last_plan: Mutex<Option<(AttentionPlan, AttentionTables)>>,
     pub(super) blas: Blas,
     pub(super) kernels: Kernels,
-    pub(super) stream: Stream,
+    pub(super) stream: Arc<Stream>,
     /// For copies beside what is computed.
     pub(super) copies: Stream,
     pub(super) context: Arc<Context>,
@@ -83,8 +84,8 @@ impl Cuda {
         precision: Precision,
     ) -> Result<Self, CudaError> {
         let context = Driver::open(search)?.device(ordinal)?.context()?;
-        let stream = Stream::new(&context)?;
-        let memory = Arc::new(Memory::new(&context));
+        let stream = Arc::new(Stream::new(&context)?);
+        let memory = Arc::new(Memory::new(&stream)?);
         let kernels = Kernels::new(&context, Nvrtc::open(search)?, cache)?;
         Ok(Self {
             staging: Staging::new(&memory),
@@ -113,6 +114,14 @@ impl Cuda {
     /// If the driver does not.
     pub fn name(&self) -> Result<String, CudaError> {
         self.context.gpu().name()
+    }
+
+    /// What this rank has of the GPU's memory, in use or not; `None` where the GPU has no memory pools.
+    ///
+    /// # Errors
+    /// If the driver does not say.
+    pub fn arena(&self) -> Result<Option<ArenaUse>, CudaError> {
+        self.memory.usage()
     }
 
     /// What this rank holds of the GPU's memory, by name.

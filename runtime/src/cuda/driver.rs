@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute,
-    CUmodule, CUstream, CUuuid,
+    CUmemPool_attribute_enum, CUmemoryPool, CUmodule, CUstream, CUuuid,
 };
 
+use super::arena::PoolProperties;
 use super::library::{LibraryError, SearchPath, functions};
 use super::memory::Holders;
 
@@ -31,6 +32,12 @@ functions! {
         fn memory_info as "cuMemGetInfo_v2" (free: *mut usize, total: *mut usize);
         fn alloc as "cuMemAlloc_v2" (pointer: *mut CUdeviceptr, bytes: usize);
         fn free as "cuMemFree_v2" (pointer: CUdeviceptr);
+        fn pool_create as "cuMemPoolCreate" (pool: *mut CUmemoryPool, properties: *const PoolProperties);
+        fn pool_destroy as "cuMemPoolDestroy" (pool: CUmemoryPool);
+        fn pool_set as "cuMemPoolSetAttribute" (pool: CUmemoryPool, attribute: CUmemPool_attribute_enum, value: *mut c_void);
+        fn pool_get as "cuMemPoolGetAttribute" (pool: CUmemoryPool, attribute: CUmemPool_attribute_enum, value: *mut c_void);
+        fn pool_alloc as "cuMemAllocFromPoolAsync" (pointer: *mut CUdeviceptr, bytes: usize, pool: CUmemoryPool, stream: CUstream);
+        fn free_async as "cuMemFreeAsync" (pointer: CUdeviceptr, stream: CUstream);
         fn alloc_host as "cuMemHostAlloc" (pointer: *mut *mut c_void, bytes: usize, flags: c_uint);
         fn free_host as "cuMemFreeHost" (pointer: *mut c_void);
         fn copy_to_device as "cuMemcpyHtoDAsync_v2" (to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);

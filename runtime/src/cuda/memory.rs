@@ -1,6 +1,7 @@
 //! Memory of a device, and memory of the host that a device copies from at full speed.
 //!
-//! MEMORY-1: who asks for memory gives it a name, and an error for want of room says how much every name holds.
+//! MEMORY-1: who asks for memory gives it a name, and an error for want of room says how much every name holds. It comes from
+//! the rank's arena.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -11,7 +12,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::Pod;
 
+use super::arena::{Arena, ArenaUse};
 use super::driver::{Context, CudaError, OUT_OF_MEMORY};
+use super::stream::Stream;
 
 /// `len` elements in a device's memory. Its first contents are whatever was there.
 #[derive(Debug)]
@@ -20,11 +23,12 @@ pub struct Buffer<T> {
     pointer: u64,
     len: usize,
     element: PhantomData<T>,
+    /// Where it goes back to, if it came from a rank's own memory.
     held: Option<Held>,
 }
 
 impl<T: Pod> Buffer<T> {
-    /// Takes memory.
+    /// Takes memory from the driver, for what is no rank's.
     ///
     /// # Errors
     /// [`CudaError::OutOfMemory`] if there is not enough.
@@ -90,9 +94,12 @@ impl<T: Pod> Buffer<T> {
 impl<T> Drop for Buffer<T> {
     #[allow(unsafe_code)]
     fn drop(&mut self) {
-        if self.pointer != 0
-            && let Ok(table) = self.context.bind()
-        {
+        if self.pointer == 0 {
+            return;
+        }
+        if let Some(held) = &self.held {
+            held.by.arena.give_back(self.pointer);
+        } else if let Ok(table) = self.context.bind() {
             // SAFETY: allocated once, freed once; the driver waits for kernels that use it.
             unsafe { (table.free)(self.pointer) };
         }
@@ -365,22 +372,25 @@ impl<T> Drop for Pinned<T> {
 ///
 /// Memory is taken when something first needs its size, and kept: after the first steps nothing is taken any more.
 #[derive(Debug)]
-pub(super) struct Memory {
-    context: Arc<Context>,
-    held: Arc<Mutex<BTreeMap<&'static str, usize>>>,
+pub(super) struct Memory(Arc<Account>);
+
+#[derive(Debug)]
+struct Account {
+    arena: Arena,
+    names: Mutex<BTreeMap<&'static str, usize>>,
 }
 
-/// An entry in a rank's [`Memory`], for as long as a buffer lives.
+/// An entry in a rank's account, for as long as a buffer lives.
 #[derive(Debug)]
 struct Held {
-    by: Arc<Mutex<BTreeMap<&'static str, usize>>>,
+    by: Arc<Account>,
     name: &'static str,
     bytes: usize,
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
-        let mut all = self.by.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.by.names.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(bytes) = all.get_mut(self.name) {
             *bytes -= self.bytes;
         }
@@ -388,11 +398,15 @@ impl Drop for Held {
 }
 
 impl Memory {
-    pub(super) fn new(context: &Arc<Context>) -> Self {
-        Self {
-            context: context.clone(),
-            held: Arc::default(),
-        }
+    /// Memory that is used in the order of a stream (ARENA-1).
+    ///
+    /// # Errors
+    /// As [`Arena::new`].
+    pub(super) fn new(stream: &Arc<Stream>) -> Result<Self, CudaError> {
+        Ok(Self(Arc::new(Account {
+            arena: Arena::new(stream)?,
+            names: Mutex::default(),
+        })))
     }
 
     /// Takes memory for `len` elements.
@@ -400,37 +414,48 @@ impl Memory {
     /// # Errors
     /// [`CudaError::OutOfMemory`], which says who holds what (MEMORY-1).
     pub(super) fn take<T: Pod>(&self, name: &'static str, len: usize) -> Result<Buffer<T>, CudaError> {
-        let mut buffer = Buffer::new(&self.context, len).map_err(|error| match error {
-            CudaError::OutOfMemory {
-                bytes,
-                device,
-                free,
-                total,
-                ..
-            } => CudaError::OutOfMemory {
+        let arena = &self.0.arena;
+        let bytes = len.saturating_mul(size_of::<T>());
+        let pointer = match bytes {
+            0 => 0,
+            bytes => arena.take(bytes)?.ok_or_else(|| {
+                let (free, total) = arena.room();
+                CudaError::OutOfMemory {
+                    name,
+                    bytes,
+                    device: format!("cuda:{}", arena.stream().context().gpu().ordinal()),
+                    free,
+                    total,
+                    holders: self.holders(),
+                }
+            })?,
+        };
+        let mut all = self.0.names.lock().unwrap_or_else(PoisonError::into_inner);
+        *all.entry(name).or_default() += bytes;
+        Ok(Buffer {
+            context: arena.stream().context().clone(),
+            pointer,
+            len,
+            element: PhantomData,
+            held: Some(Held {
+                by: Arc::clone(&self.0),
                 name,
                 bytes,
-                device,
-                free,
-                total,
-                holders: self.holders(),
-            },
-            other => other,
-        })?;
-        let bytes = len * size_of::<T>();
-        let mut all = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        *all.entry(name).or_default() += bytes;
-        buffer.held = Some(Held {
-            by: Arc::clone(&self.held),
-            name,
-            bytes,
-        });
-        Ok(buffer)
+            }),
+        })
+    }
+
+    /// What its arena has.
+    ///
+    /// # Errors
+    /// As [`Arena::usage`].
+    pub(super) fn usage(&self) -> Result<Option<ArenaUse>, CudaError> {
+        self.0.arena.usage()
     }
 
     /// Who holds how much, the largest first.
     pub(super) fn holders(&self) -> Holders {
-        let all = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = self.0.names.lock().unwrap_or_else(PoisonError::into_inner);
         let mut sums: Vec<_> = all.iter().map(|(&name, &bytes)| (name, bytes)).collect();
         sums.retain(|&(_, bytes)| bytes > 0);
         sums.sort_by(|a, b| b.1.cmp(&a.1).then(a.0.cmp(b.0)));

@@ -9,6 +9,7 @@
 //! Invariants of all kernels are those of [`crate::device`]: sums in an order that depends on shapes only, and rows that
 //! do not depend on the rows beside them.
 
+mod arena;
 mod blas;
 mod cache;
 mod device;
@@ -31,6 +32,7 @@ mod survey;
 mod upload;
 mod weights;
 
+pub use arena::ArenaUse;
 pub use blas::{Blas, Element, Factor, ProductKind};
 pub use cache::{CACHE_VARIABLE, KernelCache, Origin, Source};
 pub use device::{Cuda, Precision};

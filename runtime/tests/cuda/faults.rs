@@ -284,3 +284,26 @@ fn survey_child() {
     assert_eq!(survey.peer_access, [[true, true], [true, true]]);
     println!("surveyed");
 }
+
+/// ARENA-2
+#[test]
+fn what_is_given_back_is_taken_again_and_the_device_is_asked_once() {
+    let Some(_) = stand_in() else { return };
+    let search = stack::search().expect("the stack is there");
+    let folder = tempfile::tempdir().expect("a folder");
+    let cache = KernelCache::at(folder.path());
+    let device = Cuda::new(&search, 0, cache, Precision::F32).expect("a device");
+    let arena = || device.arena().expect("it says").expect("the stand-in has pools");
+    let before = arena();
+    let [mut one, mut other] = [(); 2].map(|()| device::Buffer::default());
+    device.fit(&mut one, "states", 1 << 20);
+    let full = arena();
+    assert_eq!(full.used - before.used, 4 << 20);
+    assert!(full.reserved >= full.used);
+    // Another size, of memory that is there.
+    drop(one);
+    device.fit(&mut other, "gradients", 900_000);
+    let after = arena();
+    assert_eq!(after.used - before.used, 3_600_000);
+    assert_eq!((after.reserved, after.most_used), (full.reserved, full.most_used));
+}
