@@ -506,8 +506,14 @@ fn every_case_of_speculators_is_reproduced_by_cuda() {
     };
     let gpu = Cuda::new(&search, 0, cache, Precision::F32).unwrap_or_else(|error| panic!("{error}"));
     let ours = ["classic", "default", "one_doc", "qwen3_arch", "window6"];
-    let folders = ours.map(project_folder).to_vec();
-    assert_eq!(run_all(&Arc::new(gpu), folders), ours.len());
+    let folders = || ours.map(project_folder).to_vec();
+    let gpu = Arc::new(gpu);
+    assert_eq!(run_all(&gpu, folders()), ours.len());
+    // ARENA-2: what the largest of them needed serves all that comes after it.
+    let reserved = || gpu.arena().expect("it says").map(|arena| arena.reserved);
+    let had = reserved();
+    run_all(&gpu, folders());
+    assert_eq!(reserved(), had);
 }
 
 #[test]
