@@ -380,6 +380,18 @@ struct Account {
     names: Mutex<BTreeMap<&'static str, usize>>,
 }
 
+impl Drop for Account {
+    fn drop(&mut self) {
+        if let Ok(Some(ArenaUse {
+            reserved, most_used, ..
+        })) = self.arena.usage()
+        {
+            let gpu = self.arena.stream().context().gpu().ordinal();
+            tracing::info!(gpu, most_used, reserved, "memory of the gpu, in bytes");
+        }
+    }
+}
+
 /// An entry in a rank's account, for as long as a buffer lives.
 #[derive(Debug)]
 struct Held {

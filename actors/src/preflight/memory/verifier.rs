@@ -9,6 +9,8 @@ use super::{MemoryPart, Use, gpu_context, process, ring_bytes};
 pub(crate) struct VerifierRank {
     /// Bytes of its part of the weights as they are stored.
     pub(crate) weight_bytes: u64,
+    /// Bytes that they take on a GPU, with the tiles in which they are unpacked; 0 on a CPU.
+    pub(crate) gpu_weight_bytes: u64,
     /// Bytes of those of them that are packed for AMX.
     pub(crate) packed_bytes: u64,
     /// Bytes of activations per token of a row.
@@ -61,7 +63,7 @@ impl VerifierRank {
 impl VerifierRank {
     /// What of it lies on a GPU; nothing of that is a mapped file.
     pub(crate) fn gpu_parts(&self) -> Vec<MemoryPart> {
-        let on_gpu = [Use::Weights, Use::Activations, Use::Answers];
+        let on_gpu = [Use::Activations, Use::Answers];
         let parts = self
             .parts()
             .into_iter()
@@ -70,7 +72,8 @@ impl VerifierRank {
             mapped: false,
             ..part
         });
-        parts.chain([gpu_context()]).collect()
+        let weights = MemoryPart::new(Use::Weights, self.gpu_weight_bytes);
+        [weights].into_iter().chain(parts).chain([gpu_context()]).collect()
     }
 }
 
@@ -91,6 +94,7 @@ mod tests {
     fn verifier() -> VerifierRank {
         VerifierRank {
             weight_bytes: 1_000_000,
+            gpu_weight_bytes: 1_300_000,
             packed_bytes: 600_000,
             activation_bytes_per_token: 100,
             cache_bytes_per_token: 10,
@@ -128,7 +132,7 @@ mod tests {
         let parts = verifier().gpu_parts();
         assert!(parts.iter().all(|part| !part.mapped));
         let bytes: u64 = parts.iter().map(|part| part.bytes).sum();
-        assert_eq!(bytes, 1_000_000 + 200 * 100 + 200 * 10 + 3 * 1000 + (512 << 20));
+        assert_eq!(bytes, 1_300_000 + 200 * 100 + 200 * 10 + 3 * 1000 + (512 << 20));
     }
 
     #[test]

@@ -14,6 +14,7 @@ use crate::preflight::memory::{
     shard_exchange_bytes_per_token,
 };
 use crate::preflight::report::RankPlan;
+use crate::preflight::shards::ShardFiles;
 use crate::recipe;
 
 impl Plan<'_> {
@@ -45,6 +46,7 @@ impl Plan<'_> {
         let is_on_gpu = self.config.gpu_of(rank).is_some();
         let memory = VerifierRank {
             weight_bytes: files.bytes,
+            gpu_weight_bytes: if is_on_gpu { self.gpu_weight_bytes(files) } else { 0 },
             packed_bytes: if !is_on_gpu && self.packs_weights() {
                 files.packable_bytes
             } else {
@@ -71,6 +73,13 @@ impl Plan<'_> {
             ..blank(rank, threads)
         };
         Some(with_memory(plan, memory.parts()))
+    }
+
+    /// What a part of the verifier takes on a GPU for as long as it is loaded.
+    fn gpu_weight_bytes(&self, files: &ShardFiles) -> u64 {
+        let products = self.config.verifier.products;
+        let known = self.foundation.files.as_ref();
+        known.map_or(files.bytes, |known| known.gpu_bytes(files.shard, products).total())
     }
 
     /// Whether verifier ranks pack their weights for AMX, if their machines are like this one.
