@@ -122,6 +122,7 @@ fn batch(spec: &DraftSpec, lengths: &[usize]) -> DraftBatch {
         })
         .collect();
     DraftBatch {
+        sent: None,
         tokens: (0..tokens).map(|i| (i * 31 % spec.vocab_size) as u32).collect(),
         hidden: wave(tokens * 3 * spec.hidden_size, 1.0),
         last_hidden: wave(tokens * spec.hidden_size, 2.0),

@@ -560,3 +560,46 @@ fn padding_changes_no_gradient() {
     assert!((first.loss - second.loss).abs() < 1e-6 * first.loss);
     assert!(distance(&without, &with) < 1e-6, "{}", distance(&without, &with));
 }
+
+/// The states of a row that were sent ahead to a GPU give the bits of those that go with the row.
+#[test]
+fn a_row_that_was_sent_ahead_has_the_same_gradient() {
+    let (Some(search), Some(cache)) = (stack::search(), stack::cache()) else {
+        return;
+    };
+    let gpu = Arc::new(Cuda::new(&search, 0, cache, Precision::F32).unwrap_or_else(|error| panic!("{error}")));
+    let case = project_case("default");
+    let mut draft = case.draft(Arc::clone(&gpu));
+    let spec = draft.spec().clone();
+    let lengths = [9_u32, 1, 12];
+    let tokens = lengths.iter().sum::<u32>();
+    let states = spec.aux_layers + 1;
+    for dtype in [HiddenDtype::Bf16, HiddenDtype::F32] {
+        let mut hidden = HiddenStates::zeros(dtype, tokens as usize, states, spec.hidden_size);
+        for place in 0..tokens as usize * states {
+            let values: Vec<f32> = (0..spec.hidden_size)
+                .map(|i| (0.37 * (place * spec.hidden_size + i) as f32).sin())
+                .collect();
+            hidden.set(place / states, place % states, &values);
+        }
+        let row = HiddenRow {
+            row: PackedRow {
+                tokens: (0..tokens).map(|i| i * 5 % spec.vocab_size as u32).collect(),
+                loss_mask: vec![1; tokens as usize],
+                document_lengths: lengths.to_vec(),
+            },
+            hidden: hidden.share(),
+        };
+        let parameters = case.parameters(draft.layout());
+        let arrival = gpu.send_ahead(&row.hidden).expect("a GPU is sent to");
+        let batches = [DraftBatch::from_row(&row), DraftBatch::of_sent(&row, arrival)];
+        let [one, other] = batches.map(|batch| {
+            let batch = batch.expect("it fits");
+            let mut gradient = vec![f32::NAN; parameters.len()];
+            let metrics = draft.gradient(&parameters, &batch, &mut gradient).expect("it fits");
+            (metrics.loss.to_bits(), gradient)
+        });
+        assert_eq!(one.0, other.0, "{dtype:?}");
+        assert_eq!(one.1, other.1, "{dtype:?}");
+    }
+}

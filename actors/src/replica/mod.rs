@@ -3,6 +3,7 @@
 mod incoming;
 
 use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,6 +16,7 @@ use eaglet_runtime::checkpoint::{
 use eaglet_runtime::collective::{BucketError, BucketPlan};
 use eaglet_runtime::contract::Contract;
 use eaglet_runtime::control::{Acceptance, LaneMetrics, StepMetrics};
+use eaglet_runtime::cuda::Arrival;
 use eaglet_runtime::device::{Buffer, Device, Floats, FloatsMut, Matrix, checksum};
 use eaglet_runtime::digest::{Digest, Digester};
 use eaglet_runtime::draft::{Draft, DraftBatch, DraftError, FrozenWeights, init_parameters};
@@ -34,6 +36,9 @@ use crate::recipe::{self, RecipeError};
 pub const STATE_FILE: &str = "training_state.safetensors";
 /// Elements of a state that travel in one message.
 const PIECE_ELEMENTS: usize = 16 << 20;
+
+/// Rows whose states wait on the device: the one that is computed, and the next.
+const ROWS_AHEAD: usize = 2;
 
 // Who holds memory of a device.
 const PARAMETERS: &str = "parameters";
@@ -89,6 +94,8 @@ pub struct Replica<D> {
     gradient: Buffer,
     /// Where gradients are on the host, while nobody has them.
     host_gradient: Vec<f32>,
+    /// Rows whose states were sent to the device ahead, the last one first.
+    sent: VecDeque<Arrival>,
     step: Step,
     digest: Digest,
     vocabulary: DraftVocabulary,
@@ -149,6 +156,7 @@ impl<D: Device> Replica<D> {
             parameters: device.place(vec![0.0; length].into(), PARAMETERS),
             gradient: Buffer::default(),
             host_gradient: Vec::new(),
+            sent: VecDeque::new(),
             device,
             step: Step::default(),
             digest: Digest::default(),
@@ -275,6 +283,28 @@ impl<D: Device> Replica<D> {
         }
     }
 
+    /// Begins to bring the states of a row to the device, for a gradient that is computed soon. At most the rows that were
+    /// sent last are kept; on the host nothing is to be done.
+    pub fn send_ahead(&mut self, row: &HiddenRow) {
+        if self.sent.iter().any(|arrival| arrival.is_of(&row.hidden)) {
+            return;
+        }
+        if let Some(arrival) = self.device.send_ahead(&row.hidden) {
+            self.sent.truncate(ROWS_AHEAD - 1);
+            self.sent.push_front(arrival);
+        }
+    }
+
+    /// A row as the draft trains on it, with its states on their way to the device if that is not the host.
+    fn batch(&mut self, row: &HiddenRow) -> Result<DraftBatch, DraftError> {
+        self.send_ahead(row);
+        let known = self.sent.iter().position(|arrival| arrival.is_of(&row.hidden));
+        match known.and_then(|place| self.sent.remove(place)) {
+            Some(arrival) => DraftBatch::of_sent(row, arrival),
+            None => DraftBatch::from_row(row),
+        }
+    }
+
     /// Makes room on the host for gradients that leave it: a vector of any contents; [`Self::stage`] takes it back.
     pub fn take_gradient(&mut self) -> Vec<f32> {
         let mut gradient = std::mem::take(&mut self.host_gradient);
@@ -294,7 +324,7 @@ impl<D: Device> Replica<D> {
         mut on_final: impl FnMut(Range<usize>, Floats<'_>) + Send,
     ) -> Result<LaneMetrics, ReplicaError> {
         let begun = Instant::now();
-        let batch = DraftBatch::from_row(row)?;
+        let batch = self.batch(row)?;
         let (device, draft, parameters) = (&*self.device, &mut self.draft, &self.parameters);
         let metrics =
             match home {
@@ -406,7 +436,7 @@ impl<D: Device> Replica<D> {
     pub fn evaluate(&mut self, row: &HiddenRow) -> Result<Acceptance, ReplicaError> {
         let mut total = Acceptance::default();
         for part in row.split(self.tokens_per_row) {
-            let batch = DraftBatch::from_row(&part)?;
+            let batch = self.batch(&part)?;
             let counts = self
                 .draft
                 .evaluate(&self.parameters, &batch, self.vocabulary.ids())?;

@@ -235,6 +235,7 @@ impl TrainArgs {
         let cut = |document: usize| tokens * document / documents;
         let documents: Vec<_> = (0..documents).map(|d| cut(d)..cut(d + 1)).collect();
         Ok(DraftBatch {
+            sent: None,
             tokens: (0..tokens).map(|i| (i * 7919 % self.vocab) as u32).collect(),
             hidden: wave(tokens * 3 * self.hidden, 1),
             last_hidden: wave(tokens * self.hidden, 2),

@@ -9,6 +9,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::arena::ArenaUse;
+use super::arrivals::{Arrival, Arrivals};
 use super::blas::{Blas, Factor};
 use super::cache::KernelCache;
 use super::driver::{Context, CudaError, Driver};
@@ -25,6 +26,7 @@ use super::upload::Uploads;
 use super::weights::UNPACKED_BYTES;
 use crate::contract::HiddenDtype;
 use crate::device::check_capture;
+use crate::row::HiddenStates;
 use crate::device::floats::{Place, PlaceMut};
 use crate::device::{
     AdamWUpdate, Attention, AttentionGradients, AttentionInputs, AttentionPlan, Buffer, Device, Floats,
@@ -52,6 +54,8 @@ pub struct Cuda {
     pub(super) unpacked_bytes: usize,
     /// Where captured states arrive on the host.
     pub(super) landing: Landing,
+    /// The way of hidden states, once some were sent.
+    pub(super) arrivals: Mutex<Option<Arrivals>>,
     /// What the last attention saw, for layers that see the same.
     last_plan: Mutex<Option<(AttentionPlan, AttentionTables)>>,
     pub(super) blas: Blas,
@@ -93,6 +97,7 @@ impl Cuda {
             unpacked_bytes: UNPACKED_BYTES,
             memory,
             landing: Landing::default(),
+            arrivals: Mutex::default(),
             last_plan: Mutex::default(),
             blas: Blas::new(&context, search)?,
             kernels,
@@ -291,6 +296,14 @@ impl Device for Cuda {
         Some(must(self.begin_landing(source, rows, bytes)))
     }
 
+    fn send_ahead(&self, states: &HiddenStates) -> Option<Arrival> {
+        Some(self.begin_arrival(states))
+    }
+
+    fn widen(&self, arrival: &Arrival, rows: &[u32], out: MatrixMut<'_>) {
+        self.widen_arrival(arrival, rows, out);
+    }
+
     fn first_beyond(&self, x: Matrix<'_>, largest: f32) -> Option<usize> {
         let (x, mut flags) = (self.input_matrix(x), self.room::<u32>(x.rows));
         must(
@@ -301,6 +314,7 @@ impl Device for Cuda {
         self.receive(&flags, &mut found);
         found.iter().position(|&flag| flag != 0)
     }
+
     fn checksum(&self, x: Floats<'_>) -> u64 {
         let (x, mut parts) = (self.input(x), self.room(Kernels::sum_parts(x.len())));
         must(self.kernels.checksum(&self.stream, x.view(), parts.view_mut()))

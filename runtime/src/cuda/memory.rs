@@ -377,7 +377,7 @@ pub(super) struct Memory(Arc<Account>);
 #[derive(Debug)]
 struct Account {
     arena: Arena,
-    names: Mutex<BTreeMap<&'static str, usize>>,
+    names: Arc<Mutex<BTreeMap<&'static str, usize>>>,
 }
 
 impl Drop for Account {
@@ -417,7 +417,18 @@ impl Memory {
     pub(super) fn new(stream: &Arc<Stream>) -> Result<Self, CudaError> {
         Ok(Self(Arc::new(Account {
             arena: Arena::new(stream)?,
-            names: Mutex::default(),
+            names: Arc::default(),
+        })))
+    }
+
+    /// Memory of the same rank, in the same account, that is used in the order of another stream.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub(super) fn beside(&self, stream: &Arc<Stream>) -> Result<Self, CudaError> {
+        Ok(Self(Arc::new(Account {
+            arena: Arena::new(stream)?,
+            names: Arc::clone(&self.0.names),
         })))
     }
 

@@ -10,6 +10,7 @@
 //! do not depend on the rows beside them.
 
 mod arena;
+mod arrivals;
 mod blas;
 mod cache;
 mod device;
@@ -33,6 +34,7 @@ mod upload;
 mod weights;
 
 pub use arena::ArenaUse;
+pub use arrivals::Arrival;
 pub use blas::{Blas, Element, Factor, ProductKind};
 pub use cache::{CACHE_VARIABLE, KernelCache, Origin, Source};
 pub use device::{Cuda, Precision};

@@ -43,7 +43,8 @@ pub use stored::StoredMatrix;
 pub use timed::{OperationKind, Spent, Timed, Watch};
 
 use crate::contract::HiddenDtype;
-use crate::cuda::InFlight;
+use crate::cuda::{Arrival, InFlight};
+use crate::row::HiddenStates;
 
 /// What a gated MLP does to its two inner products; gates are `g`, the others `u`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -153,6 +154,20 @@ pub trait Device: Send + Sync + 'static {
 
     /// The first row of `x` `[rows, n]` with an element that is no number or larger than `largest` in magnitude.
     fn first_beyond(&self, x: Matrix<'_>, largest: f32) -> Option<usize>;
+
+    /// Begins to bring captured states to where operations are fastest, while something else is computed; nothing where
+    /// that is the host.
+    fn send_ahead(&self, _states: &HiddenStates) -> Option<Arrival> {
+        None
+    }
+
+    /// `out[i]` = state `rows[i]` of those that were sent ahead by this device, counted over all tokens, as f32.
+    ///
+    /// # Panics
+    /// If the shapes differ, a state lies behind the last one, or the device sends nothing ahead.
+    fn widen(&self, _arrival: &Arrival, _rows: &[u32], _out: MatrixMut<'_>) {
+        unreachable!("only a device that sends states ahead is asked for them")
+    }
 
     /// [`checksum`] of `x`.
     fn checksum(&self, x: Floats<'_>) -> u64;

@@ -11,7 +11,8 @@ use super::{
     Matrix, MatrixMut, Products, RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow, Turn,
 };
 use crate::contract::HiddenDtype;
-use crate::cuda::InFlight;
+use crate::cuda::{Arrival, InFlight};
+use crate::row::HiddenStates;
 
 /// What an operation mostly does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -213,6 +214,15 @@ impl<D: Device> Device for Timed<D> {
         self.time(OperationKind::Move, work, |_| {
             within.capture(x, dtype, out, row_bytes)
         })
+    }
+
+    fn send_ahead(&self, states: &HiddenStates) -> Option<Arrival> {
+        self.within.send_ahead(states)
+    }
+
+    fn widen(&self, arrival: &Arrival, rows: &[u32], out: MatrixMut<'_>) {
+        let work = pass(2 * out.rows * out.cols);
+        self.time(OperationKind::Move, work, |d| d.widen(arrival, rows, out));
     }
 
     fn first_beyond(&self, x: Matrix<'_>, largest: f32) -> Option<usize> {

@@ -8,10 +8,12 @@
 use std::ops::Range;
 
 use super::error::DraftError;
-use crate::row::HiddenRow;
+use crate::cuda::Arrival;
+use crate::device::{Device, FloatsMut, MatrixMut};
+use crate::row::{HiddenRow, PackedRow};
 
 /// A shifted row; `positions` counts all documents together.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default)]
 pub struct DraftBatch {
     /// Input token x_{i+1} of each position, `[positions]`.
     pub tokens: Vec<u32>,
@@ -25,6 +27,35 @@ pub struct DraftBatch {
     pub position_ids: Vec<u32>,
     /// Positions of each document, in order; they cover everything but the padding.
     pub documents: Vec<Range<usize>>,
+    /// States that were sent ahead to the device; `hidden` and `last_hidden` are empty then.
+    pub sent: Option<SentStates>,
+}
+
+/// States of a row on a device, and which of them the positions read.
+#[derive(Clone, Debug)]
+pub struct SentStates {
+    arrival: Arrival,
+    /// Token whose aux states each position reads, `[positions]`; its last state is that of the next token.
+    sources: Vec<u32>,
+}
+
+impl SentStates {
+    /// Aux states per token, and their width.
+    pub(super) fn shape(&self) -> (usize, usize) {
+        let states = self.arrival.source();
+        (states.states.saturating_sub(1), states.hidden)
+    }
+
+    /// Writes the aux states `[positions, aux_layers · hidden]` and the last hidden states `[positions, hidden]`, as f32.
+    pub(super) fn widen(&self, device: &impl Device, hidden: FloatsMut<'_>, last_hidden: FloatsMut<'_>) {
+        let (aux, h) = self.shape();
+        let (n, all) = (self.sources.len(), aux as u32 + 1);
+        let first = |&token: &u32| token * all;
+        let of_aux: Vec<u32> = self.sources.iter().flat_map(|token| first(token)..first(token) + all - 1).collect();
+        let last: Vec<u32> = self.sources.iter().map(|token| first(token) + 2 * all - 1).collect();
+        device.widen(&self.arrival, &of_aux, MatrixMut::new(hidden, n * aux, h));
+        device.widen(&self.arrival, &last, MatrixMut::new(last_hidden, n, h));
+    }
 }
 
 impl DraftBatch {
@@ -33,6 +64,42 @@ impl DraftBatch {
     /// # Errors
     /// If tokens, mask, documents and hidden states do not fit each other.
     pub fn from_row(row: &HiddenRow) -> Result<Self, DraftError> {
+        let (aux, h) = Self::shape_of(row)?;
+        let total = row.row.documents().map(|document| document.len().saturating_sub(1)).sum::<usize>();
+        let (mut hidden, mut last_hidden) = (vec![0.0; total * aux * h], vec![0.0; total * h]);
+        let batch = Self::shift(&row.row, total, |place, i| {
+            for state in 0..aux {
+                row.hidden.read(i, state, &mut hidden[(place * aux + state) * h..][..h]);
+            }
+            row.hidden.read(i + 1, aux, &mut last_hidden[place * h..][..h]);
+        });
+        Ok(Self {
+            hidden,
+            last_hidden,
+            ..batch
+        })
+    }
+
+    /// The same of a row whose states were sent ahead.
+    ///
+    /// # Errors
+    /// As [`Self::from_row`].
+    ///
+    /// # Panics
+    /// If they are not the states of this row.
+    pub fn of_sent(row: &HiddenRow, arrival: Arrival) -> Result<Self, DraftError> {
+        assert!(arrival.is_of(&row.hidden), "states of another row were sent ahead");
+        Self::shape_of(row)?;
+        let mut sources = Vec::new();
+        let batch = Self::shift(&row.row, 0, |_, i| sources.push(i as u32));
+        Ok(Self {
+            sent: Some(SentStates { arrival, sources }),
+            ..batch
+        })
+    }
+
+    /// Aux layers and width of a row whose parts fit each other.
+    fn shape_of(row: &HiddenRow) -> Result<(usize, usize), DraftError> {
         let wrong = |text: String| Err(DraftError::Batch(text));
         if !row.row.is_consistent() {
             return wrong("tokens, loss mask and document lengths disagree".to_owned());
@@ -50,40 +117,32 @@ impl DraftBatch {
                 row.hidden.states
             ));
         };
-        let h = row.hidden.hidden;
-        let total = row
-            .row
-            .documents()
-            .map(|document| document.len().saturating_sub(1))
-            .sum::<usize>();
+        Ok((aux, row.hidden.hidden))
+    }
+
+    /// A batch without states. `read` is told of each position, and of the token whose aux states it reads.
+    fn shift(row: &PackedRow, total: usize, mut read: impl FnMut(usize, usize)) -> Self {
         let mut batch = Self {
             tokens: Vec::with_capacity(total),
-            hidden: vec![0.0; total * aux * h],
-            last_hidden: vec![0.0; total * h],
             ..Self::default()
         };
-        for document in row.row.documents().filter(|document| document.len() > 1) {
+        for document in row.documents().filter(|document| document.len() > 1) {
             let first = batch.tokens.len();
             for i in document.start..document.end - 1 {
-                let place = batch.tokens.len();
-                for state in 0..aux {
-                    row.hidden
-                        .read(i, state, &mut batch.hidden[(place * aux + state) * h..][..h]);
-                }
-                row.hidden
-                    .read(i + 1, aux, &mut batch.last_hidden[place * h..][..h]);
-                batch.tokens.push(row.row.tokens[i + 1]);
-                batch.loss_mask.push(row.row.loss_mask[i + 1]);
+                read(batch.tokens.len(), i);
+                batch.tokens.push(row.tokens[i + 1]);
+                batch.loss_mask.push(row.loss_mask[i + 1]);
                 batch.position_ids.push((i - document.start) as u32 + 1);
             }
             batch.documents.push(first..batch.tokens.len());
         }
-        Ok(batch)
+        batch
     }
 
     /// Cuts or zero-pads the row to `total` positions, as a collator with a fixed length does.
     ///
-    /// Training needs no padding; comparisons with other trainers do. Padding belongs to no document.
+    /// Training needs no padding; comparisons with other trainers do. Padding belongs to no document. States that were sent
+    /// ahead cannot be padded.
     pub fn pad_to(&mut self, total: usize) {
         let (aux_width, h) = match self.len() {
             0 => (0, 0),

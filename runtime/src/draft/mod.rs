@@ -27,7 +27,7 @@ mod trace;
 mod workspace;
 
 pub use acceptance::Acceptance;
-pub use batch::DraftBatch;
+pub use batch::{DraftBatch, SentStates};
 pub use cost::{RowCost, RowLoad};
 pub use error::DraftError;
 pub use frozen::FrozenWeights;

@@ -75,6 +75,11 @@ pub struct Draft<D> {
     inputs: InputBuffers,
 }
 
+/// What the aux states of a row are called in the device's account of memory.
+const HIDDEN: &str = "aux hidden states";
+/// And its last hidden states.
+const LAST_HIDDEN: &str = "last hidden states";
+
 /// Room for a batch on a device that does not compute where batches arrive.
 #[derive(Debug, Default)]
 struct InputBuffers {
@@ -85,9 +90,16 @@ struct InputBuffers {
 impl InputBuffers {
     /// The batch's aux states and its last hidden states, where the device computes with them.
     fn lend<'a>(&'a mut self, device: &impl Device, batch: &'a DraftBatch) -> [Floats<'a>; 2] {
+        if let Some(sent) = &batch.sent {
+            let (aux, h) = sent.shape();
+            device.fit(&mut self.hidden, HIDDEN, batch.len() * aux * h);
+            device.fit(&mut self.last_hidden, LAST_HIDDEN, batch.len() * h);
+            sent.widen(device, self.hidden.floats_mut(), self.last_hidden.floats_mut());
+            return [self.hidden.floats(), self.last_hidden.floats()];
+        }
         [
-            device.lend(&batch.hidden, &mut self.hidden, "aux hidden states"),
-            device.lend(&batch.last_hidden, &mut self.last_hidden, "last hidden states"),
+            device.lend(&batch.hidden, &mut self.hidden, HIDDEN),
+            device.lend(&batch.last_hidden, &mut self.last_hidden, LAST_HIDDEN),
         ]
     }
 }
@@ -113,10 +125,16 @@ impl<D: Device> Core<D> {
             });
         }
         let (n, h, aux) = (batch.len(), self.spec.hidden_size, self.spec.aux_layers);
-        if batch.hidden.len() != n * aux * h || batch.last_hidden.len() != n * h {
-            let found = (batch.hidden.len() + batch.last_hidden.len())
-                .checked_div(n)
-                .unwrap_or(0);
+        let found = match &batch.sent {
+            Some(sent) => sent.shape(),
+            None if batch.hidden.len() == n * aux * h && batch.last_hidden.len() == n * h => (aux, h),
+            None => {
+                let per_token = (batch.hidden.len() + batch.last_hidden.len()).checked_div(n);
+                (0, per_token.unwrap_or(0))
+            }
+        };
+        if found != (aux, h) {
+            let found = (found.0 + 1) * found.1;
             let text = format!("{found} hidden elements per token; the draft reads {aux} + 1 states of {h}");
             return Err(DraftError::Batch(text));
         }

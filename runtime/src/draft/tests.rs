@@ -579,6 +579,7 @@ fn long_row() -> (DraftSpec, FrozenWeights, DraftBatch) {
     };
     let documents = vec![0..170, 170..positions];
     let batch = DraftBatch {
+        sent: None,
         tokens: (0..positions as u32).map(|i| i * 37 % v as u32).collect(),
         hidden: fill(positions * 3 * h, 4.0, 1.0, 0.0),
         last_hidden: fill(positions * h, 5.0, 1.0, 0.0),

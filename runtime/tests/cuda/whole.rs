@@ -2,12 +2,14 @@
 
 use std::ops::Range;
 
+use eaglet_runtime::contract::HiddenDtype;
 use eaglet_runtime::cuda::{Cuda, Precision};
 use eaglet_runtime::device::{
     Attention, AttentionGradients, AttentionInputs, AttentionPlan, AttentionShape, Cpu, Device, Gate,
     HostMatrix, Matrix, MatrixMut, RotaryTable, Routing, RowLoss, Scoring, StoredMatrix, TargetRow, Turn,
 };
 use eaglet_runtime::rope::Rope;
+use eaglet_runtime::row::HiddenStates;
 use half::bf16;
 
 use crate::cases::wave;
@@ -278,4 +280,44 @@ fn products_of_rounded_factors_are_near_those_of_whole_ones() {
         false,
     );
     compare(&[ours], &[exact], 1e-6);
+}
+
+/// ARRIVAL-1, ARRIVAL-2
+#[test]
+fn states_that_were_sent_ahead_are_those_of_the_host() {
+    let (Some(search), Some(cache)) = (stack::search(), stack::cache()) else {
+        return;
+    };
+    let gpu = Cuda::new(&search, 0, cache, Precision::F32).expect("a device");
+    let held = || gpu.holders().0.iter().map(|(_, bytes)| bytes).sum::<usize>();
+    // More than two pieces of pinned memory, and less than one.
+    for (tokens, dtype) in [(6000, HiddenDtype::Bf16), (6000, HiddenDtype::F32), (3, HiddenDtype::Bf16)] {
+        let (states, hidden) = (3, 512);
+        let mut made = HiddenStates::zeros(dtype, tokens, states, hidden);
+        for (place, values) in wave(tokens * states * hidden, 1.0).chunks(hidden).enumerate() {
+            made.set(place / states, place % states, values);
+        }
+        let sent = made.share();
+        let before = held();
+        let [one, another] = [(); 2].map(|()| gpu.send_ahead(&sent).expect("a GPU is sent to"));
+        assert!(one.is_of(&sent) && !one.is_of(&sent.of_tokens(0..1)));
+        // Never read.
+        drop(another);
+        let count = tokens * states;
+        let rows: Vec<u32> = (0..40).map(|i| (i * 7919 % count) as u32).chain([count as u32 - 1]).collect();
+        let mut out = vec![f32::NAN; rows.len() * hidden];
+        gpu.widen(&one, &rows, MatrixMut::new(&mut out, rows.len(), hidden));
+        let mut expected = vec![0.0; hidden];
+        for (row, out) in rows.iter().map(|&row| row as usize).zip(out.chunks(hidden)) {
+            sent.read(row / states, row % states, &mut expected);
+            assert_eq!(out, expected, "state {row} of {count}");
+        }
+        drop(one);
+        gpu.finish();
+        // Rows of operands stay, and nothing of the states does; the thread may still hold what nobody read.
+        let begun = std::time::Instant::now();
+        while gpu.holders().0.iter().any(|(name, _)| name.contains("rows to come")) {
+            assert!(begun.elapsed().as_secs() < 20, "{:?}, {before} before", gpu.holders());
+        }
+    }
 }

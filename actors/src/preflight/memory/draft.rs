@@ -99,7 +99,10 @@ impl DraftRank<'_> {
         let summing = self
             .over_nccl
             .then(|| MemoryPart::new(Use::Exchange, (1 + own) * weights + bucket));
-        parts.chain(summing).chain([gpu_context()]).collect()
+        // The row that is computed and the next one, as they came.
+        let row = self.tokens_per_row * self.hidden_bytes_per_token;
+        let rows = MemoryPart::new(Use::HiddenStates, 2 * row);
+        parts.chain(summing).chain([rows, gpu_context()]).collect()
     }
 
     /// Gradients that are being summed, or the whole state on its way to a replacement, whichever is more.
@@ -199,10 +202,9 @@ mod tests {
             assert_eq!(bytes_of(&gpu, part), bytes_of(&host, part));
         }
         assert_eq!(bytes_of(&gpu, Use::Process), 512 << 20);
-        assert_eq!(
-            bytes_of(&gpu, Use::HiddenStates) + bytes_of(&gpu, Use::Exchange),
-            0
-        );
+        let row = rank.tokens_per_row * rank.hidden_bytes_per_token;
+        assert_eq!(bytes_of(&gpu, Use::HiddenStates), 2 * row);
+        assert_eq!(bytes_of(&gpu, Use::Exchange), 0);
         let words = super::super::parts_in_words(&gpu);
         assert!(
             words.starts_with("master weights and moments 10.0 GB, "),

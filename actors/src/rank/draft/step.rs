@@ -125,6 +125,19 @@ impl<D: RankDevice> DraftWorker<D> {
                 .rows
                 .get(id)
                 .ok_or_else(|| RankFault::passing(format!("the {id} is gone")))?;
+            // While this row is computed the next one is on its way to the device.
+            let first = lanes.first().map_or(lane, |metrics| metrics.lane);
+            let next = match left.front() {
+                Some(&lane) => RowId::Train { step, lane },
+                None => RowId::Train {
+                    step: Step(step.0 + 1),
+                    lane: first,
+                },
+            };
+            replica.send_ahead(row);
+            if let Some(next) = self.rows.get(next) {
+                replica.send_ahead(next);
+            }
             // Segments leave as soon as they are final, while the rest is still computed.
             let mut unsent = None;
             let device = Arc::clone(replica.device());
