@@ -197,7 +197,7 @@ pub fn run(arguments: &RankArguments) -> anyhow::Result<()> {
         seat: arguments.seat,
         generation: arguments.generation,
     };
-    let listener = BulkListener::bind(&bulk_name, here, ListenerOptions::default(), move |event| {
+    let listener = BulkListener::bind(&bulk_name, here, ListenerOptions::default(), None, move |event| {
         // The compute thread outlives the listener.
         let _ = bulk_inputs.send(Input::Bulk(event));
     })?;
