@@ -62,7 +62,7 @@ fn cycle(round: usize) {
         held_bytes_per_connection: 1 << 20,
         ..ListenerOptions::default()
     };
-    let listener = BulkListener::bind(&name, HERE, options, inbox).expect("the name is free");
+    let listener = BulkListener::bind(&name, HERE, options, None, inbox).expect("the name is free");
     let connect = |index, to| {
         let from = Endpoint {
             seat: Seat::verifier(index),

@@ -146,7 +146,7 @@ fn bind(name: &str, options: ListenerOptions) -> (BulkListener, Receiver<BulkEve
         let _ = sender.send(event);
     };
     (
-        BulkListener::bind(name, RECEIVER, options, inbox).expect("the name is free"),
+        BulkListener::bind(name, RECEIVER, options, None, inbox).expect("the name is free"),
         events,
     )
 }

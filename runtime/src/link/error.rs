@@ -3,7 +3,10 @@
 use rustix::io::Errno;
 
 use super::message::BulkOutgoing;
-use super::{MAX_PARTS, MAX_SLOT_BYTES, MAX_SLOTS};
+use super::{MAX_PARTS, MAX_SLOT_BYTES, MAX_SLOTS, MAX_TOKEN_BYTES};
+
+/// Most bytes of a reason that is told to the peer.
+pub(super) const REASON_LIMIT_BYTES: usize = 1024;
 
 /// Why a link could not be made, or ended.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -69,8 +72,8 @@ pub enum LinkError {
         /// User of this process.
         own_uid: u32,
     },
-    /// The peer did not answer the hello, or sent none.
-    #[error("the peer was silent for {timeout_ms} ms after the link was opened")]
+    /// The peer did not answer the hello, sent none, or, between hosts, gives no sign of life any more.
+    #[error("the peer was silent for {timeout_ms} ms: it is stopped, busy or cannot be reached")]
     Silent {
         /// How long it was given.
         timeout_ms: u64,
@@ -81,6 +84,12 @@ pub enum LinkError {
         /// Its words.
         reason: String,
     },
+    /// A sender knows another token than the listener, or none.
+    #[error("the peer does not know the token of this launch")]
+    Token,
+    /// A token that cannot be sent.
+    #[error("the token of a network must be 1 to {MAX_TOKEN_BYTES} visible ascii characters")]
+    BadToken,
     /// A hello was addressed to another occupant.
     #[error("the hello is for {wanted}, this is {here}")]
     WrongReceiver {
@@ -109,15 +118,15 @@ pub enum LinkError {
         /// What is wrong.
         reason: String,
     },
-    /// The bytes of a slot are not those that were sent.
+    /// Bytes are not those that were sent.
     #[error(
-        "chunk {sequence} at slot or page {slot} is damaged: its checksum is {actual:016x} instead of {announced:016x}"
+        "chunk {sequence} (slot, page or part {place}) is damaged: its checksum is {actual:016x} instead of {announced:016x}"
     )]
     Checksum {
         /// Number of the chunk on its connection.
         sequence: u64,
-        /// Where it lay.
-        slot: u32,
+        /// Its slot or its first page in the heap; between hosts 0 for the header and `n` for the `n`-th part.
+        place: u32,
         /// Checksum that was announced.
         announced: u64,
         /// Checksum of the bytes.
@@ -160,6 +169,17 @@ impl LinkError {
     /// For `map_err` on system calls.
     pub(super) fn system(what: &'static str) -> impl FnOnce(Errno) -> Self {
         move |source| Self::System { what, source }
+    }
+
+    /// What is told to the peer: the text, cut to [`REASON_LIMIT_BYTES`].
+    pub(super) fn told(&self) -> String {
+        let mut text = self.to_string();
+        let mut end = text.len().min(REASON_LIMIT_BYTES);
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
+        text.truncate(end);
+        text
     }
 
     pub(super) fn frame(reason: impl Into<String>) -> Self {

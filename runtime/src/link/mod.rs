@@ -1,46 +1,51 @@
-//! The bulk plane: tensors between processes of one host through shared memory.
+//! The bulk plane: tensors between processes, of one host through shared memory and of several through HTTP/2.
 //!
-//! A link goes one way, from a [`BulkSender`] to the [`BulkListener`] it connected to. The sender makes two sealed memfds,
-//! a ring of slots and a heap, and passes their descriptors over a Unix socket in the abstract namespace. A large
-//! tensor is written into the heap, once, and read there by the receiver for as long as it likes; who makes it in a
-//! [`HeapBuffer`] writes it there himself. Headers, small tensors, and what finds no room in the heap, are copied into
-//! slots, and out of them into pooled buffers. Only fixed-size frames travel on the socket.
+//! A link goes one way, from a [`BulkSender`] to the [`BulkListener`] it connected to. A listener takes links of both kinds
+//! at a time and tells of them in the same way; generations fence over both. Within a host ([`memory`]) large tensors lie in memory that
+//! both ends map; between hosts ([`network`]) each message is a POST, and what arrives is copied once, into pooled buffers.
 //!
 //! Invariants, cited by the tests:
 //!
 //! - **L-1 bounded**: a sender holds at most its queue, its ring and its heap; a receiver holds at most its budget per
-//!   connection, or one message if that is larger, beside what lies in the heaps. The slots are the credits.
-//! - **L-2 no hang**: the death of either process, and `close` on either side, end every wait of the other threads.
+//!   connection, or one message if that is larger, beside what lies in the heaps, and between hosts the windows of the
+//!   connection. Slots and windows are the credits.
+//! - **L-2 no hang**: the death of either process, and `close` on either side, end every wait of the other threads; between
+//!   hosts also the silence of a peer that is stopped or cannot be reached.
 //! - **L-3 distrust**: nothing that a peer says is used as a length, an index or a state before it was checked; a bad
-//!   frame ends its connection with an error that says what was wrong.
+//!   frame ends its connection with an error that says what was wrong, and the peer is told. Between hosts a peer that does not know
+//!   the token of the launch is heard no further.
 //! - **L-4 no traces**: sockets have no name in the file system, and a ring dies with its last holder.
-//! - **L-5 whole or nothing**: a message is delivered once, whole, in the order of its sender, or not at all.
+//! - **L-5 whole or nothing**: a message is delivered once, whole, in the order of its sender, or not at all. An end
+//!   without a goodbye is a loss.
 //!
-//! Every thread is a plain OS thread: one writer a sender, one acceptor a listener and one reader a connection.
+//! Within a host every thread is a plain OS thread: one writer a sender, one acceptor a listener and one reader a connection.
+//! Between hosts all links of a process share two threads of a runtime, which do nothing but move bytes.
 
+mod assembly;
+mod bell;
 mod checksum;
-mod connection;
 mod error;
-mod frame;
-mod heap;
+mod hello;
 mod listener;
+mod memory;
 mod message;
+mod network;
+mod outbox;
 mod part;
 mod pool;
-mod ring;
 mod sender;
-mod socket;
 #[cfg(test)]
 mod tests;
 
 pub use error::{LinkError, SendError};
-pub use heap::HeapBuffer;
+pub use hello::{Endpoint, Hello};
 pub use listener::{BulkEvent, BulkListener, ListenerOptions, ListenerStats};
+pub use memory::heap::HeapBuffer;
 pub use message::{BulkHeader, BulkKind, BulkMessage, BulkOutgoing, StateKind, bytes_of_f32};
+pub use network::Network;
 pub use part::Part;
 pub use pool::{BufferPool, PooledBuffer};
 pub use sender::{BulkSender, SenderOptions};
-pub use socket::{Endpoint, Hello};
 
 /// Most parts of one message. Tensors are few and large; the bound keeps a header from announcing millions of them.
 pub const MAX_PARTS: usize = 64;
@@ -60,3 +65,6 @@ pub const DEFAULT_HEAP_BYTES: u64 = 1 << 30;
 
 /// Default of the largest message, in bytes: header and parts.
 pub const DEFAULT_MAX_MESSAGE_BYTES: u64 = 1 << 30;
+
+/// Longest token of a [`Network`], in bytes.
+pub const MAX_TOKEN_BYTES: usize = 256;

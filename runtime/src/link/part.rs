@@ -5,7 +5,7 @@ use std::ops::Deref;
 
 use bytes::Bytes;
 
-use super::heap::PlacedTensor;
+use super::memory::heap::PlacedTensor;
 use super::pool::PooledBuffer;
 
 /// A tensor of a message that arrived.

@@ -4,14 +4,11 @@
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
-use rustix::event::EventfdFlags;
-
-use super::error::LinkError;
+use super::bell::Wake;
 
 /// Keeps a bounded amount of memory for buffers to come.
 ///
@@ -155,19 +152,17 @@ impl fmt::Debug for PooledBuffer {
 pub(super) struct Budget {
     limit_bytes: u64,
     held_bytes: AtomicU64,
-    /// Rings when bytes are given back. A descriptor, so that a reader can wait for it and for its socket at once.
-    bell: OwnedFd,
+    /// Called when bytes are given back.
+    wake: Wake,
 }
 
 impl Budget {
-    pub(super) fn new(limit_bytes: u64) -> Result<Arc<Self>, LinkError> {
-        let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(LinkError::system("make an eventfd"))?;
-        Ok(Arc::new(Self {
+    pub(super) fn new(limit_bytes: u64, wake: Wake) -> Arc<Self> {
+        Arc::new(Self {
             limit_bytes,
             held_bytes: AtomicU64::new(0),
-            bell,
-        }))
+            wake,
+        })
     }
 
     /// Whether a message of so many bytes may come in. One always may when nothing is held.
@@ -184,16 +179,6 @@ impl Budget {
             bytes,
         }
     }
-
-    pub(super) fn bell(&self) -> BorrowedFd<'_> {
-        self.bell.as_fd()
-    }
-
-    /// Silences the bell. What was given back before is seen by the next [`Budget::admits`].
-    pub(super) fn hush(&self) {
-        // It does not block, and an empty counter is as good as a read one.
-        let _ = rustix::io::read(&self.bell, &mut [0; 8]);
-    }
 }
 
 /// Bytes counted in a budget.
@@ -205,8 +190,7 @@ pub(super) struct Charge {
 impl Drop for Charge {
     fn drop(&mut self) {
         self.budget.held_bytes.fetch_sub(self.bytes, Ordering::AcqRel);
-        // Fails only when the counter is at its maximum, and then the bell rings already.
-        let _ = rustix::io::write(&self.budget.bell, &1_u64.to_ne_bytes());
+        (self.budget.wake)();
     }
 }
 
@@ -253,7 +237,7 @@ mod tests {
 
     #[test]
     fn a_budget_admits_one_message_of_any_size() {
-        let budget = Budget::new(100).expect("descriptors are left");
+        let budget = Budget::new(100, Box::new(|| {}));
         assert!(budget.admits(1000));
         let large = budget.charge(1000);
         assert!(!budget.admits(1));

@@ -1,4 +1,4 @@
-//! L-3: peers whose frames are written by hand.
+//! L-3: peers within a host whose frames are written by hand.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -8,9 +8,9 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown
 
 use super::*;
 use crate::link::checksum::checksum;
-use crate::link::frame::{Frame, FrameKind, FrameReader, Read};
+use crate::link::memory::frame::{Frame, FrameKind, FrameReader, Read};
 use crate::link::message::Encoded;
-use crate::link::ring::{RingShape, WriteRing};
+use crate::link::memory::ring::{RingShape, WriteRing};
 
 /// A sender whose frames are written by hand.
 struct RawSender {
@@ -248,7 +248,7 @@ fn a_sender_that_breaks_the_protocol_is_put_out() {
     ];
     bounded(move || {
         let bound = bind(ListenerOptions::default());
-        let good = bound.connect(small_ring());
+        let good = bound.connect(Over::Memory, small_ring());
         bound.opened();
         for (seed, (words, misdeed)) in (0..).zip(misdeeds) {
             let mut raw = RawSender::open(&bound);
@@ -476,7 +476,7 @@ fn a_chunk_that_changes_on_the_way_ends_its_link() {
     bounded(|| {
         for (nth, bytes) in [(0, 20_000), (1, 20_000), (3, 20_000), (1, 100_000)] {
             let bound = bind(ListenerOptions::default());
-            let sender = bound.connect(SenderOptions {
+            let sender = bound.connect(Over::Memory, SenderOptions {
                 corrupt_nth: Some(nth),
                 ..with_heap(1 << 20)
             });

@@ -1,6 +1,9 @@
-//! Both ends in one process; peers that do not keep to the protocol are in [`hostile`].
+//! Both ends in one process, within a host and between hosts; peers that do not keep to the protocol are in [`hostile`]
+//! and [`http`].
 
 mod hostile;
+mod http;
+mod network;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc;
@@ -10,7 +13,8 @@ use bytes::Bytes;
 use crossbeam_channel::Receiver;
 use rustix::net::{SendFlags, SocketFlags};
 
-use super::frame::{Frame, FrameKind};
+use super::memory::frame::{Frame, FrameKind};
+use super::memory::socket;
 use super::*;
 use crate::digest::Digest;
 use crate::ids::{Epoch, Generation, Seat, Step};
@@ -60,6 +64,25 @@ fn hello(sender_generation: u32) -> Hello {
     }
 }
 
+/// Which way a link goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Over {
+    Memory,
+    Network,
+}
+
+const BOTH: [Over; 2] = [Over::Memory, Over::Network];
+
+const TOKEN: &str = "the-secret-of-these-tests";
+
+fn any_port(token: &str) -> Network {
+    Network {
+        address: (std::net::Ipv4Addr::LOCALHOST, 0).into(),
+        token: token.to_owned(),
+    }
+}
+
+/// Listens both ways.
 struct Bound {
     name: String,
     listener: BulkListener,
@@ -73,7 +96,8 @@ fn bind(options: ListenerOptions) -> Bound {
         // A test that ended early no longer listens.
         let _ = sender.send(event);
     };
-    let listener = BulkListener::bind(&name, HERE, options, inbox).expect("the name is free");
+    let listener = BulkListener::bind(&name, HERE, options, Some(any_port(TOKEN)), inbox)
+        .expect("the name and some port are free");
     Bound {
         name,
         listener,
@@ -107,8 +131,29 @@ impl Bound {
         }
     }
 
-    fn connect(&self, options: SenderOptions) -> BulkSender {
-        BulkSender::connect(&self.name, hello(1), options, |_| {}).expect("the listener is there")
+    fn network(&self) -> Network {
+        Network {
+            address: self.listener.network_address().expect("it has one"),
+            token: TOKEN.to_owned(),
+        }
+    }
+
+    fn dial(
+        &self,
+        over: Over,
+        hello: Hello,
+        options: SenderOptions,
+        on_end: impl FnOnce(&LinkError) + Send + 'static,
+    ) -> Result<BulkSender, LinkError> {
+        match over {
+            Over::Memory => BulkSender::connect(&self.name, hello, options, on_end),
+            Over::Network => BulkSender::connect_remote(&self.network(), hello, options, on_end),
+        }
+    }
+
+    fn connect(&self, over: Over, options: SenderOptions) -> BulkSender {
+        self.dial(over, hello(1), options, |_| {})
+            .expect("the listener is there")
     }
 }
 
@@ -169,7 +214,7 @@ fn assert_same(message: &BulkMessage, sent: &BulkOutgoing) {
     }
 }
 
-/// L-5: sizes around the edges of slots and of the ring, with and without checksums.
+/// L-5: sizes around the edges of slots, of the ring and of frames, with and without checksums.
 #[test]
 fn messages_of_all_sizes_arrive_whole_and_in_order() {
     bounded(|| {
@@ -188,16 +233,27 @@ fn messages_of_all_sizes_arrive_whole_and_in_order() {
             MIN_PLACED_BYTES - 4,
             MIN_PLACED_BYTES,
             200_000,
+            (1 << 20) - 4,
+            1 << 20,
             (1 << 20) + 4,
+            (3 << 20) + 4,
         ];
-        // Without a heap, with one that has room for some of them, and with one for all.
-        let heaps = [0, 256 << 10, 16 << 20];
-        for (checksum, heap_bytes) in heaps.iter().flat_map(|&heap| [(true, heap), (false, heap)]) {
+        // Without a heap, with one that has room for some of them, and with one for all; and without memory in common.
+        let ways = [
+            (Over::Memory, 0),
+            (Over::Memory, 256 << 10),
+            (Over::Memory, 16 << 20),
+            (Over::Network, 0),
+        ];
+        for (checksum, (over, heap_bytes)) in ways.iter().flat_map(|&way| [(true, way), (false, way)]) {
             let bound = bind(ListenerOptions::default());
-            let sender = bound.connect(SenderOptions {
-                checksum,
-                ..with_heap(heap_bytes)
-            });
+            let sender = bound.connect(
+                over,
+                SenderOptions {
+                    checksum,
+                    ..with_heap(heap_bytes)
+                },
+            );
             assert_eq!(bound.opened(), hello(1));
             let mut sent: Vec<_> = sizes.iter().map(|&size| state(&[size], size as u64)).collect();
             sent.extend([
@@ -240,7 +296,7 @@ fn a_tensor_in_the_heap_is_not_copied() {
             held_bytes_per_connection: 400_000,
             ..ListenerOptions::default()
         });
-        let sender = bound.connect(with_heap(600_000));
+        let sender = bound.connect(Over::Memory, with_heap(600_000));
         bound.opened();
         assert!(
             sender.buffer(MIN_PLACED_BYTES - 1).is_none(),
@@ -291,14 +347,16 @@ fn a_tensor_in_the_heap_is_not_copied() {
 fn senders_do_not_mix() {
     bounded(|| {
         let bound = bind(ListenerOptions::default());
-        let senders: Vec<_> = (0..3_u16)
+        let senders: Vec<_> = (0..4_u16)
             .map(|index| {
                 let from = Endpoint {
                     seat: Seat::draft(index + 1),
                     generation: Generation(0),
                 };
                 let hello = Hello { from, ..hello(0) };
-                BulkSender::connect(&bound.name, hello, small_ring(), |_| {}).expect("the listener is there")
+                bound
+                    .dial(BOTH[usize::from(index % 2)], hello, small_ring(), |_| {})
+                    .expect("the listener is there")
             })
             .collect();
         for round in 0..20 {
@@ -309,7 +367,7 @@ fn senders_do_not_mix() {
                     .expect("room comes");
             }
         }
-        let (mut rounds, mut left) = ([0; 3], 60);
+        let (mut rounds, mut left) = ([0; 4], 80);
         while left > 0 {
             if let BulkEvent::Message(message) = bound.event() {
                 let index = usize::from(message.header.from.index) - 1;
@@ -319,7 +377,7 @@ fn senders_do_not_mix() {
                 left -= 1;
             }
         }
-        assert_eq!(rounds, [20; 3]);
+        assert_eq!(rounds, [20; 4]);
     });
 }
 
@@ -327,7 +385,7 @@ fn senders_do_not_mix() {
 fn a_sender_for_another_occupant_is_refused() {
     bounded(|| {
         let bound = bind(ListenerOptions::default());
-        for to in [
+        let others = [
             Endpoint {
                 generation: Generation(2),
                 ..HERE
@@ -340,30 +398,34 @@ fn a_sender_for_another_occupant_is_refused() {
                 seat: Seat::draft(1),
                 ..HERE
             },
-        ] {
-            let error =
-                BulkSender::connect(&bound.name, Hello { to, ..hello(1) }, small_ring(), |_| {}).err();
+        ];
+        for (to, over) in others.iter().flat_map(|&to| BOTH.map(|over| (to, over))) {
+            let error = bound
+                .dial(over, Hello { to, ..hello(1) }, small_ring(), |_| {})
+                .err();
             assert!(
                 matches!(&error, Some(LinkError::Refused { reason }) if reason.contains("the hello is for")),
                 "{error:?}"
             );
             assert!(matches!(bound.closed(), Some(LinkError::WrongReceiver { .. })));
         }
-        assert_eq!(bound.listener.stats().failed_connections, 3);
+        assert_eq!(bound.listener.stats().failed_connections, 6);
     });
 }
 
 #[test]
 fn a_newer_generation_replaces_an_older_one() {
-    bounded(|| {
+    let ways = BOTH.iter().flat_map(|&old| BOTH.map(|new| (old, new)));
+    for (old_way, new_way) in ways {
+        bounded(move || {
         let bound = bind(ListenerOptions::default());
         let (told, ends) = crossbeam_channel::unbounded();
         let on_end = move |error: &LinkError| {
             let _ = told.send(error.clone());
         };
-        let old = BulkSender::connect(&bound.name, hello(1), small_ring(), on_end).expect("accepted");
+        let old = bound.dial(old_way, hello(1), small_ring(), on_end).expect("accepted");
         bound.opened();
-        let _new = BulkSender::connect(&bound.name, hello(2), small_ring(), |_| {}).expect("accepted");
+        let _new = bound.dial(new_way, hello(2), small_ring(), |_| {}).expect("accepted");
         let end = ends.recv_timeout(LIMIT).expect("the old one is told");
         assert!(
             matches!(&end, LinkError::Refused { reason } if reason.contains("superseded")),
@@ -371,7 +433,7 @@ fn a_newer_generation_replaces_an_older_one() {
         );
         assert_eq!(old.ended(), Some(end));
         assert!(matches!(old.try_send(state(&[4], 1)), Err(SendError::Ended(_))));
-        let error = BulkSender::connect(&bound.name, hello(1), small_ring(), |_| {}).err();
+        let error = bound.dial(old_way, hello(1), small_ring(), |_| {}).err();
         assert!(matches!(&error, Some(LinkError::Refused { .. })), "{error:?}");
         let closed: Vec<_> = (0..3)
             .filter_map(|_| match bound.event() {
@@ -385,14 +447,16 @@ fn a_newer_generation_replaces_an_older_one() {
                 .iter()
                 .all(|error| matches!(error, Some(LinkError::Superseded { newest: 2, .. })))
         );
-    });
+        });
+    }
 }
 
 #[test]
 fn what_cannot_be_sent_is_said_at_once() {
-    bounded(|| {
+    for over in BOTH {
+        bounded(move || {
         let bound = bind(ListenerOptions::default());
-        let sender = bound.connect(SenderOptions {
+        let sender = bound.connect(over, SenderOptions {
             max_message_bytes: 10_000,
             ..small_ring()
         });
@@ -424,18 +488,19 @@ fn what_cannot_be_sent_is_said_at_once() {
         sender.send(state(&[8], 1), LIMIT).expect("the link is unharmed");
         bound.opened();
         assert_same(&bound.message(), &state(&[8], 1));
-    });
+        });
+    }
 }
 
 #[test]
 fn names_are_checked_and_exclusive() {
     let inbox = |_| {};
     for name in [String::new(), "x".repeat(108)] {
-        let error = BulkListener::bind(&name, HERE, ListenerOptions::default(), inbox).err();
+        let error = BulkListener::bind(&name, HERE, ListenerOptions::default(), None, inbox).err();
         assert!(matches!(error, Some(LinkError::Name { .. })), "{error:?}");
     }
     let bound = bind(ListenerOptions::default());
-    let error = BulkListener::bind(&bound.name, HERE, ListenerOptions::default(), inbox).err();
+    let error = BulkListener::bind(&bound.name, HERE, ListenerOptions::default(), None, inbox).err();
     assert_eq!(
         error,
         Some(LinkError::NameTaken {
@@ -450,7 +515,7 @@ fn names_are_checked_and_exclusive() {
         Some(LinkError::NoListener { name: name.clone() }),
         "nothing is left of a closed listener"
     );
-    BulkListener::bind(&name, HERE, ListenerOptions::default(), inbox).expect("the name is free again");
+    BulkListener::bind(&name, HERE, ListenerOptions::default(), None, inbox).expect("the name is free again");
 }
 
 /// L-1, L-2: a receiver that accepts the link and never reads.
@@ -500,7 +565,8 @@ fn a_receiver_that_never_reads_bounds_the_sender_and_does_not_hold_up_its_close(
 /// L-1, L-2: a consumer that keeps what it gets.
 #[test]
 fn a_consumer_that_keeps_messages_holds_up_their_sender() {
-    bounded(|| {
+    for over in BOTH {
+        bounded(move || {
         let bound = bind(ListenerOptions {
             held_bytes_per_connection: 100_000,
             ..ListenerOptions::default()
@@ -509,7 +575,7 @@ fn a_consumer_that_keeps_messages_holds_up_their_sender() {
             queue_messages: 4,
             ..small_ring()
         };
-        let sender = bound.connect(options);
+        let sender = bound.connect(over, options);
         bound.opened();
         let kept: Vec<_> = (0..3)
             .map(|seed| {
@@ -547,18 +613,20 @@ fn a_consumer_that_keeps_messages_holds_up_their_sender() {
             start.elapsed()
         );
         assert_same(&large, &state(&[1 << 20], 9));
-    });
+        });
+    }
 }
 
 /// L-2: the sender learns that the receiver closed, even while it waits for slots.
 #[test]
 fn a_listener_that_closes_ends_its_senders() {
-    bounded(|| {
+    for over in BOTH {
+        bounded(move || {
         let bound = bind(ListenerOptions {
             held_bytes_per_connection: 1,
             ..ListenerOptions::default()
         });
-        let sender = bound.connect(SenderOptions {
+        let sender = bound.connect(over, SenderOptions {
             queue_messages: 2,
             ..small_ring()
         });
@@ -578,7 +646,8 @@ fn a_listener_that_closes_ends_its_senders() {
         assert!(sender.drain(LIMIT).is_err());
         assert_eq!(sender.queued_bytes(), 0, "the queue was dropped");
         drop(held);
-    });
+        });
+    }
 }
 
 #[test]
@@ -604,19 +673,21 @@ fn silence_is_no_hello_and_no_welcome() {
 
 #[test]
 fn connections_are_limited() {
-    bounded(|| {
+    for over in BOTH {
+        bounded(move || {
         let bound = bind(ListenerOptions {
             max_connections: 2,
             ..ListenerOptions::default()
         });
-        let _two = [bound.connect(small_ring()), bound.connect(small_ring())];
+        let _two = [bound.connect(over, small_ring()), bound.connect(over, small_ring())];
         bound.opened();
         bound.opened();
-        let error = BulkSender::connect(&bound.name, hello(1), small_ring(), |_| {}).err();
+        let error = bound.dial(over, hello(1), small_ring(), |_| {}).err();
         assert!(
             matches!(&error, Some(LinkError::Refused { reason }) if reason.contains("2 connections")),
             "{error:?}"
         );
         assert_eq!(bound.closed(), Some(LinkError::TooManyConnections { limit: 2 }));
-    });
+        });
+    }
 }

@@ -1,26 +1,24 @@
 //! The receiving end of one connection: takes chunks out of the ring, tensors as they lie in the heap, and puts messages
 //! together.
 
-use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
-use super::checksum::checksum;
-use super::error::LinkError;
 use super::frame::{Frame, FrameKind, FrameReader, Read};
 use super::heap::HeapView;
-use super::message::{BulkHeader, BulkMessage, decode_header};
-use super::part::Part;
-use super::pool::{Budget, BufferPool, Charge, PooledBuffer};
 use super::ring::ReadRing;
-use super::socket::{Hello, Speech};
+use super::socket::Speech;
+use crate::link::assembly::{Assembly, weight_bytes};
+use crate::link::bell::Bell;
+use crate::link::checksum::checksum;
+use crate::link::error::LinkError;
+use crate::link::hello::Hello;
+use crate::link::message::{BulkMessage, decode_header};
+use crate::link::pool::{Budget, BufferPool};
 use crate::wire::BODY_LIMIT_BYTES;
-
-/// What a decoded header may weigh beyond four times its encoded bytes (a token id of one byte becomes a `u32`).
-const HEADER_OVERHEAD_BYTES: u64 = 512;
 
 /// One connection after its hello.
 pub(super) struct Connection {
@@ -31,44 +29,17 @@ pub(super) struct Connection {
     pub(super) peer: Hello,
     pub(super) pool: BufferPool,
     pub(super) budget: Arc<Budget>,
+    /// Rings when the consumer gives bytes back.
+    pub(super) bell: Bell,
     pub(super) max_message_bytes: u64,
 }
 
 /// A message of which some chunks are still to come.
-struct Assembly {
+struct Incoming {
     message_bytes: u64,
     header_bytes: usize,
     header: Vec<u8>,
-    parts: Option<Parts>,
-}
-
-struct Parts {
-    header: BulkHeader,
-    charge: Charge,
-    /// Parts that are whole.
-    whole: Vec<Part>,
-    /// What the parts after them weigh until it is known where they lie.
-    reserved: VecDeque<Charge>,
-    /// The part after them, as far as it has come in chunks.
-    filling: Option<(PooledBuffer, usize)>,
-}
-
-impl Parts {
-    /// Bytes of the part that is next, if one is missing.
-    fn next_bytes(&self) -> Option<usize> {
-        self.header
-            .parts
-            .get(self.whole.len())
-            .map(|&bytes| bytes as usize)
-    }
-
-    /// Nothing is sent for empty parts.
-    fn skip_empty(&mut self, pool: &BufferPool) {
-        while self.next_bytes() == Some(0) {
-            self.reserved.pop_front();
-            self.whole.push(pool.take(0).into());
-        }
-    }
+    parts: Option<Assembly>,
 }
 
 impl Connection {
@@ -76,12 +47,12 @@ impl Connection {
     pub(super) fn run(&self, deliver: &dyn Fn(BulkMessage)) -> Result<(), LinkError> {
         let mut reader = FrameReader::new();
         let mut sequence = 0;
-        let mut assembly: Option<Assembly> = None;
+        let mut incoming: Option<Incoming> = None;
         loop {
             let frame = match reader.next(&*self.socket)? {
                 Read::Got(frame) => frame,
                 Read::NotYet => continue,
-                Read::End if assembly.is_some() => {
+                Read::End if incoming.is_some() => {
                     return Err(LinkError::PeerLost {
                         place: "in the middle of a message",
                     });
@@ -94,7 +65,7 @@ impl Connection {
             };
             match frame.kind {
                 FrameKind::Chunk | FrameKind::Placed => {}
-                FrameKind::Bye if assembly.is_none() => return Ok(()),
+                FrameKind::Bye if incoming.is_none() => return Ok(()),
                 FrameKind::Refuse => {
                     return Err(LinkError::Refused {
                         reason: reader.text(&*self.socket, frame.length),
@@ -109,31 +80,21 @@ impl Connection {
                 )));
             }
             sequence += 1;
-            let mut current = match assembly.take() {
+            let mut current = match incoming.take() {
                 Some(current) => current,
                 None => self.begin(&frame)?,
             };
             if self.take_piece(&mut current, &frame)? {
-                if let Some(Parts {
-                    header,
-                    whole,
-                    charge,
-                    ..
-                }) = current.parts
-                {
-                    deliver(BulkMessage {
-                        header,
-                        parts: whole,
-                        charge,
-                    });
+                if let Some(parts) = current.parts {
+                    deliver(parts.into_message());
                 }
             } else {
-                assembly = Some(current);
+                incoming = Some(current);
             }
         }
     }
 
-    fn begin(&self, frame: &Frame) -> Result<Assembly, LinkError> {
+    fn begin(&self, frame: &Frame) -> Result<Incoming, LinkError> {
         let (message_bytes, header_bytes) = (frame.message_bytes, frame.header_bytes as usize);
         if message_bytes > self.max_message_bytes {
             return Err(LinkError::TooLarge {
@@ -146,7 +107,7 @@ impl Connection {
                 "a header of {header_bytes} bytes in a message of {message_bytes}"
             )));
         }
-        Ok(Assembly {
+        Ok(Incoming {
             message_bytes,
             header_bytes,
             header: Vec::new(),
@@ -155,31 +116,31 @@ impl Connection {
     }
 
     /// Takes one chunk or tensor over; says whether the message is whole.
-    fn take_piece(&self, assembly: &mut Assembly, frame: &Frame) -> Result<bool, LinkError> {
+    fn take_piece(&self, incoming: &mut Incoming, frame: &Frame) -> Result<bool, LinkError> {
         if (frame.message_bytes, frame.header_bytes as usize)
-            != (assembly.message_bytes, assembly.header_bytes)
+            != (incoming.message_bytes, incoming.header_bytes)
         {
             return Err(LinkError::frame(
                 "its message has other lengths than in the chunk before",
             ));
         }
-        match &mut assembly.parts {
+        match &mut incoming.parts {
             None if frame.kind == FrameKind::Placed => Err(LinkError::frame(
                 "a tensor in the heap before the header of its message",
             )),
             None => {
-                let start = assembly.header.len();
+                let start = incoming.header.len();
                 // Grows by what arrives, whatever was announced.
-                let length = self.chunk_length(frame, assembly.header_bytes - start)?;
-                assembly.header.resize(start + length, 0);
-                self.copy_out(frame, &mut assembly.header[start..])?;
+                let length = self.chunk_length(frame, incoming.header_bytes - start)?;
+                incoming.header.resize(start + length, 0);
+                self.copy_out(frame, &mut incoming.header[start..])?;
                 self.release(frame.slot)?;
-                if assembly.header.len() < assembly.header_bytes {
+                if incoming.header.len() < incoming.header_bytes {
                     return Ok(false);
                 }
-                let parts = self.prepare_parts(assembly)?;
-                let whole = parts.next_bytes().is_none();
-                assembly.parts = Some(parts);
+                let parts = self.prepare_parts(incoming)?;
+                let whole = parts.is_whole();
+                incoming.parts = Some(parts);
                 Ok(whole)
             }
             Some(parts) => {
@@ -188,39 +149,26 @@ impl Connection {
                 } else {
                     self.take_chunk(parts, frame)?;
                 }
-                parts.skip_empty(&self.pool);
-                Ok(parts.next_bytes().is_none())
+                Ok(parts.is_whole())
             }
         }
     }
 
-    fn take_chunk(&self, parts: &mut Parts, frame: &Frame) -> Result<(), LinkError> {
-        let (mut buffer, filled) = match parts.filling.take() {
-            Some(filling) => filling,
-            None => {
-                let bytes = parts.next_bytes().unwrap_or(0);
-                let charge = parts.reserved.pop_front();
-                (self.pool.take_charged(bytes, charge), 0)
-            }
-        };
-        let length = self.chunk_length(frame, buffer.len() - filled)?;
-        let end = filled + length;
-        self.copy_out(frame, &mut buffer[filled..end])?;
+    fn take_chunk(&self, parts: &mut Assembly, frame: &Frame) -> Result<(), LinkError> {
+        let rest = parts.rest();
+        let length = self.chunk_length(frame, rest.len())?;
+        self.copy_out(frame, &mut rest[..length])?;
         self.release(frame.slot)?;
-        if end == buffer.len() {
-            parts.whole.push(buffer.into());
-        } else {
-            parts.filling = Some((buffer, end));
-        }
+        parts.filled(length);
         Ok(())
     }
 
     /// Takes a tensor as it lies in the heap.
-    fn take_placed(&self, parts: &mut Parts, frame: &Frame) -> Result<(), LinkError> {
+    fn take_placed(&self, parts: &mut Assembly, frame: &Frame) -> Result<(), LinkError> {
         let Some(heap) = &self.heap else {
             return Err(LinkError::frame("a tensor in a heap that the link does not have"));
         };
-        let wanted = parts.next_bytes().filter(|_| parts.filling.is_none());
+        let wanted = parts.untouched_bytes();
         if wanted != Some(frame.length as usize) {
             return Err(LinkError::frame(format!(
                 "a tensor of {} bytes where {} were expected",
@@ -231,8 +179,7 @@ impl Connection {
         let tensor = heap.tensor((frame.slot, frame.length as usize), &self.speech)?;
         check(frame, tensor.as_ref())?;
         self.say(FrameKind::Taken, frame.slot)?;
-        parts.reserved.pop_front();
-        parts.whole.push(tensor.into());
+        parts.placed(tensor.into());
         Ok(())
     }
 
@@ -257,32 +204,22 @@ impl Connection {
     }
 
     /// Checks a whole header and waits until the budget has room for its parts.
-    fn prepare_parts(&self, assembly: &mut Assembly) -> Result<Parts, LinkError> {
+    fn prepare_parts(&self, incoming: &mut Incoming) -> Result<Assembly, LinkError> {
         let from = self.peer.from;
         let header = decode_header(
-            &assembly.header,
-            assembly.message_bytes,
+            &incoming.header,
+            incoming.message_bytes,
             from.seat,
             from.generation,
         )?;
-        assembly.header = Vec::new();
-        let weight_bytes = 4 * assembly.header_bytes as u64 + HEADER_OVERHEAD_BYTES;
-        self.wait_for_room(weight_bytes + assembly.message_bytes)?;
-        let charge = self.budget.charge(weight_bytes);
-        let reserved = header
-            .parts
-            .iter()
-            .map(|&bytes| self.budget.charge(bytes))
-            .collect();
-        let mut parts = Parts {
+        incoming.header = Vec::new();
+        self.wait_for_room(weight_bytes(incoming.header_bytes, incoming.message_bytes))?;
+        Ok(Assembly::new(
             header,
-            charge,
-            whole: Vec::new(),
-            reserved,
-            filling: None,
-        };
-        parts.skip_empty(&self.pool);
-        Ok(parts)
+            incoming.header_bytes,
+            &self.budget,
+            &self.pool,
+        ))
     }
 
     /// Waits for the consumer to give buffers back, or for the end of the connection.
@@ -290,7 +227,7 @@ impl Connection {
         while !self.budget.admits(bytes) {
             let mut waits = [
                 PollFd::from_borrowed_fd(self.socket.as_fd(), PollFlags::RDHUP),
-                PollFd::from_borrowed_fd(self.budget.bell(), PollFlags::IN),
+                PollFd::from_borrowed_fd(self.bell.as_fd(), PollFlags::IN),
             ];
             match rustix::event::poll(&mut waits, None) {
                 Ok(_) | Err(Errno::INTR) => {}
@@ -306,7 +243,7 @@ impl Connection {
                     place: "while its message waited for room",
                 });
             }
-            self.budget.hush();
+            self.bell.hush();
         }
         Ok(())
     }
@@ -337,7 +274,7 @@ fn check(frame: &Frame, bytes: &[u8]) -> Result<(), LinkError> {
     if actual != announced {
         return Err(LinkError::Checksum {
             sequence: frame.sequence,
-            slot: frame.slot,
+            place: frame.slot,
             announced,
             actual,
         });

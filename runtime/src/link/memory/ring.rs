@@ -14,36 +14,36 @@ use memmap2::{MmapOptions, MmapRaw};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
 
-use super::error::LinkError;
-use super::{MAX_SLOT_BYTES, MAX_SLOTS};
+use crate::link::error::LinkError;
+use crate::link::{MAX_SLOT_BYTES, MAX_SLOTS};
 
 /// Smallest slot: a page.
 const MIN_SLOT_BYTES: u32 = 4096;
 
 /// Number and size of slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct RingShape {
+pub(in crate::link) struct RingShape {
     slots: u32,
     slot_bytes: u32,
 }
 
 impl RingShape {
-    pub(super) fn new(slots: u32, slot_bytes: u32) -> Result<Self, LinkError> {
+    pub(in crate::link) fn new(slots: u32, slot_bytes: u32) -> Result<Self, LinkError> {
         if !(1..=MAX_SLOTS).contains(&slots) || !(MIN_SLOT_BYTES..=MAX_SLOT_BYTES).contains(&slot_bytes) {
             return Err(LinkError::RingShape { slots, slot_bytes });
         }
         Ok(Self { slots, slot_bytes })
     }
 
-    pub(super) fn slots(self) -> u32 {
+    pub(in crate::link) fn slots(self) -> u32 {
         self.slots
     }
 
-    pub(super) fn slot_bytes(self) -> usize {
+    pub(in crate::link) fn slot_bytes(self) -> usize {
         self.slot_bytes as usize
     }
 
-    pub(super) fn bytes(self) -> u64 {
+    pub(in crate::link) fn bytes(self) -> u64 {
         u64::from(self.slots) * u64::from(self.slot_bytes)
     }
 
@@ -56,7 +56,7 @@ impl RingShape {
 }
 
 /// The end that fills slots.
-pub(super) struct WriteRing {
+pub(in crate::link) struct WriteRing {
     map: MmapRaw,
     shape: RingShape,
     fd: OwnedFd,
@@ -64,7 +64,7 @@ pub(super) struct WriteRing {
 
 impl WriteRing {
     /// Makes a ring and reserves its memory, so that a lack of it is an error here and no fault later.
-    pub(super) fn create(shape: RingShape) -> Result<Self, LinkError> {
+    pub(in crate::link) fn create(shape: RingShape) -> Result<Self, LinkError> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = rustix::fs::memfd_create("eaglet-link", flags).map_err(LinkError::system("make a memfd"))?;
         rustix::fs::ftruncate(&fd, shape.bytes()).map_err(LinkError::system("size a memfd"))?;
@@ -80,11 +80,11 @@ impl WriteRing {
         Ok(Self { map, shape, fd })
     }
 
-    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+    pub(in crate::link) fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
-    pub(super) fn shape(&self) -> RingShape {
+    pub(in crate::link) fn shape(&self) -> RingShape {
         self.shape
     }
 
@@ -92,7 +92,7 @@ impl WriteRing {
     ///
     /// # Panics
     /// If they do not fit: slot and lengths are the sender's own.
-    pub(super) fn write(&mut self, slot: u32, bytes: &[u8]) {
+    pub(in crate::link) fn write(&mut self, slot: u32, bytes: &[u8]) {
         let place = self.shape.place(slot, bytes.len());
         // SAFETY: `place` has checked that `bytes.len()` bytes from there lie within the mapping, whose size is sealed.
         // `bytes` is private memory, so the two do not overlap. `&mut self` keeps other threads of this process out; the
@@ -104,14 +104,14 @@ impl WriteRing {
 }
 
 /// The end that empties slots. It is mapped read-only.
-pub(super) struct ReadRing {
+pub(in crate::link) struct ReadRing {
     map: MmapRaw,
     shape: RingShape,
 }
 
 impl ReadRing {
     /// Maps a ring that a peer made, after checking that it is sealed and as large as announced.
-    pub(super) fn map(fd: OwnedFd, shape: RingShape) -> Result<Self, LinkError> {
+    pub(in crate::link) fn map(fd: OwnedFd, shape: RingShape) -> Result<Self, LinkError> {
         check_sealed(&fd, shape.bytes())?;
         let map = MmapOptions::new()
             .len(shape.bytes() as usize)
@@ -121,7 +121,7 @@ impl ReadRing {
         Ok(Self { map, shape })
     }
 
-    pub(super) fn shape(&self) -> RingShape {
+    pub(in crate::link) fn shape(&self) -> RingShape {
         self.shape
     }
 
@@ -129,7 +129,7 @@ impl ReadRing {
     ///
     /// # Panics
     /// If it is larger than a slot: the caller checks what the frame says.
-    pub(super) fn read(&self, slot: u32, into: &mut [u8]) {
+    pub(in crate::link) fn read(&self, slot: u32, into: &mut [u8]) {
         let place = self.shape.place(slot, into.len());
         // SAFETY: `place` has checked that `into.len()` bytes from there lie within the mapping, whose size is sealed, so
         // that the pages exist whatever the peer does. `into` is private memory, so the two do not overlap. A peer that keeps
@@ -140,7 +140,7 @@ impl ReadRing {
 }
 
 /// Checks that a descriptor is a memfd of `bytes` bytes that nobody can resize.
-pub(super) fn check_sealed(fd: &OwnedFd, bytes: u64) -> Result<(), LinkError> {
+pub(in crate::link) fn check_sealed(fd: &OwnedFd, bytes: u64) -> Result<(), LinkError> {
     let wrong = |reason: String| LinkError::Ring { reason };
     let seals = rustix::fs::fcntl_get_seals(fd).map_err(|_| wrong("it is no memfd".to_owned()))?;
     if !seals.contains(SealFlags::SHRINK | SealFlags::GROW) {
@@ -155,7 +155,7 @@ pub(super) fn check_sealed(fd: &OwnedFd, bytes: u64) -> Result<(), LinkError> {
     Ok(())
 }
 
-pub(super) fn map_error(error: std::io::Error) -> LinkError {
+pub(in crate::link) fn map_error(error: std::io::Error) -> LinkError {
     LinkError::System {
         what: "map a ring",
         source: Errno::from_io_error(&error).unwrap_or(Errno::NOMEM),

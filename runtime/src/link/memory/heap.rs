@@ -28,10 +28,10 @@ use bytes::Bytes;
 use memmap2::{Advice, MmapOptions, MmapRaw};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 
-use super::error::LinkError;
 use super::frame::FrameKind;
 use super::ring::{check_sealed, map_error};
 use super::socket::Speech;
+use crate::link::error::LinkError;
 
 /// Extents begin and end at multiples of this.
 const PAGE_BYTES: usize = 4096;
@@ -41,10 +41,10 @@ const PAGE_BYTES: usize = 4096;
 const MAX_OUT: usize = 64;
 
 /// Largest heap: its places are page numbers in 32 bits, with room to spare.
-pub(super) const MAX_HEAP_BYTES: u64 = 1 << 40;
+pub(in crate::link) const MAX_HEAP_BYTES: u64 = 1 << 40;
 
 /// The sender's end.
-pub(super) struct Heap {
+pub(in crate::link) struct Heap {
     map: MmapRaw,
     fd: OwnedFd,
     bytes: usize,
@@ -74,7 +74,7 @@ struct Extent {
 
 impl Heap {
     /// A heap of at most `bytes`, none of which is reserved yet.
-    pub(super) fn create(bytes: u64) -> Result<Arc<Self>, LinkError> {
+    pub(in crate::link) fn create(bytes: u64) -> Result<Arc<Self>, LinkError> {
         if bytes > MAX_HEAP_BYTES {
             return Err(LinkError::HeapSize {
                 bytes,
@@ -97,16 +97,16 @@ impl Heap {
         }))
     }
 
-    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+    pub(in crate::link) fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
-    pub(super) fn bytes(&self) -> u64 {
+    pub(in crate::link) fn bytes(&self) -> u64 {
         self.bytes as u64
     }
 
     /// A buffer of `length` bytes with unspecified content; none if there is no room.
-    pub(super) fn take(self: &Arc<Self>, length: usize) -> Option<HeapBuffer> {
+    pub(in crate::link) fn take(self: &Arc<Self>, length: usize) -> Option<HeapBuffer> {
         let pages = length.div_ceil(PAGE_BYTES).max(1);
         let mut extents = self.extents();
         let first = match extents.take_free(pages) {
@@ -160,14 +160,14 @@ impl Heap {
     }
 
     /// Whether a tensor lies in this heap.
-    pub(super) fn holds(&self, tensor: &[u8]) -> bool {
+    pub(in crate::link) fn holds(&self, tensor: &[u8]) -> bool {
         let start = self.map.as_mut_ptr() as usize;
         (start..start + self.bytes).contains(&(tensor.as_ptr() as usize))
     }
 
     /// The place of a tensor that lies at the start of an extent of this heap, if the receiver does not have it already.
     /// It has it from now on.
-    pub(super) fn lend(&self, tensor: &[u8]) -> Option<u32> {
+    pub(in crate::link) fn lend(&self, tensor: &[u8]) -> Option<u32> {
         let offset = (tensor.as_ptr() as usize).checked_sub(self.map.as_mut_ptr() as usize)?;
         let first = offset / PAGE_BYTES;
         let mut extents = self.extents();
@@ -185,7 +185,7 @@ impl Heap {
     }
 
     /// The receiver gives an extent back.
-    pub(super) fn returned(&self, first: u32) -> Result<(), LinkError> {
+    pub(in crate::link) fn returned(&self, first: u32) -> Result<(), LinkError> {
         let mut extents = self.extents();
         let first = first as usize;
         match extents.used.get_mut(&first) {
@@ -306,7 +306,7 @@ impl Drop for HeapBuffer {
 }
 
 /// The receiver's end. It is mapped read-only.
-pub(super) struct HeapView {
+pub(in crate::link) struct HeapView {
     map: MmapRaw,
     bytes: usize,
     /// Bytes from the start whose pages are in the page table already.
@@ -315,7 +315,7 @@ pub(super) struct HeapView {
 
 impl HeapView {
     /// Maps a heap that a peer made, after checking that it is sealed and as large as announced.
-    pub(super) fn map(fd: &OwnedFd, bytes: u64) -> Result<Arc<Self>, LinkError> {
+    pub(in crate::link) fn map(fd: &OwnedFd, bytes: u64) -> Result<Arc<Self>, LinkError> {
         check_sealed(fd, bytes)?;
         let bytes = bytes as usize;
         let map = MmapOptions::new()
@@ -330,7 +330,7 @@ impl HeapView {
     }
 
     /// HEAP-2: a tensor of `length` bytes in the extent that begins at page `first`, to be given back over `socket`.
-    pub(super) fn tensor(
+    pub(in crate::link) fn tensor(
         self: &Arc<Self>,
         (first, length): (u32, usize),
         socket: &Arc<Speech>,
@@ -361,7 +361,7 @@ impl HeapView {
 }
 
 /// A tensor that lies in its sender's heap. The sender gets the memory back when it is dropped.
-pub(super) struct PlacedTensor {
+pub(in crate::link) struct PlacedTensor {
     view: Arc<HeapView>,
     first: u32,
     offset: usize,
@@ -392,7 +392,7 @@ impl Drop for PlacedTensor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::link::frame::{FrameReader, Read};
+    use crate::link::memory::frame::{FrameReader, Read};
     use crate::link::part::Part;
 
     fn ends(bytes: usize) -> (Arc<Heap>, Arc<HeapView>) {

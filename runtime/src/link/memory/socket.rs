@@ -1,6 +1,5 @@
-//! The sockets of a link and the hello with which it begins.
+//! The sockets of a link and what comes with the hello.
 
-use std::fmt;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -15,11 +14,11 @@ use rustix::net::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::error::LinkError;
 use super::frame::{FRAME_BYTES, Frame, FrameKind};
 use super::heap::Heap;
 use super::ring::RingShape;
-use crate::ids::{Epoch, Generation, Seat};
+use crate::link::error::LinkError;
+use crate::link::hello::Hello;
 use crate::wire;
 
 /// Largest encoded hello, in bytes. It holds a few numbers.
@@ -27,35 +26,6 @@ const HELLO_LIMIT_BYTES: usize = 256;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 128;
-
-/// Bytes of a reason that is told to the peer.
-const REASON_LIMIT_BYTES: usize = 1024;
-
-/// One occupant of one seat.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Endpoint {
-    /// The seat.
-    pub seat: Seat,
-    /// Its occupant.
-    pub generation: Generation,
-}
-
-impl fmt::Display for Endpoint {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} generation {}", self.seat, self.generation)
-    }
-}
-
-/// What a sender says first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Hello {
-    /// Who sends.
-    pub from: Endpoint,
-    /// Membership of the group that the link is for.
-    pub epoch: Epoch,
-    /// Who is to receive; anybody else refuses.
-    pub to: Endpoint,
-}
 
 #[derive(Serialize, Deserialize)]
 struct Opening {
@@ -67,12 +37,12 @@ struct Opening {
 }
 
 /// What comes with a hello.
-pub(super) struct Opened {
-    pub(super) hello: Hello,
-    pub(super) shape: RingShape,
-    pub(super) ring: OwnedFd,
+pub(in crate::link) struct Opened {
+    pub(in crate::link) hello: Hello,
+    pub(in crate::link) shape: RingShape,
+    pub(in crate::link) ring: OwnedFd,
     /// A heap and its size.
-    pub(super) heap: Option<(OwnedFd, u64)>,
+    pub(in crate::link) heap: Option<(OwnedFd, u64)>,
 }
 
 fn address(name: &str) -> Result<SocketAddrUnix, LinkError> {
@@ -96,7 +66,7 @@ fn stream_socket() -> Result<OwnedFd, LinkError> {
 }
 
 /// A listening socket.
-pub(super) fn listen(name: &str) -> Result<OwnedFd, LinkError> {
+pub(in crate::link) fn listen(name: &str) -> Result<OwnedFd, LinkError> {
     let (address, socket) = (address(name)?, stream_socket()?);
     rustix::net::bind(&socket, &address).map_err(|error| match error {
         Errno::ADDRINUSE => LinkError::NameTaken {
@@ -112,7 +82,7 @@ pub(super) fn listen(name: &str) -> Result<OwnedFd, LinkError> {
 }
 
 /// A connected socket whose peer is of the same user. Every call on it gives up after `timeout_ms`.
-pub(super) fn connect(name: &str, timeout_ms: u64) -> Result<OwnedFd, LinkError> {
+pub(in crate::link) fn connect(name: &str, timeout_ms: u64) -> Result<OwnedFd, LinkError> {
     let (address, socket) = (address(name)?, stream_socket()?);
     limit_waits(&socket, Some(timeout_ms))?;
     rustix::net::connect(&socket, &address).map_err(|error| match error {
@@ -130,7 +100,7 @@ pub(super) fn connect(name: &str, timeout_ms: u64) -> Result<OwnedFd, LinkError>
 }
 
 /// Makes blocking calls give up with `AGAIN` after so long, or never.
-pub(super) fn limit_waits(socket: impl AsFd, timeout_ms: Option<u64>) -> Result<(), LinkError> {
+pub(in crate::link) fn limit_waits(socket: impl AsFd, timeout_ms: Option<u64>) -> Result<(), LinkError> {
     // The system takes zero for "never".
     let timeout = timeout_ms.map(|timeout_ms| Duration::from_millis(timeout_ms.max(1)));
     for direction in [Timeout::Recv, Timeout::Send] {
@@ -141,7 +111,7 @@ pub(super) fn limit_waits(socket: impl AsFd, timeout_ms: Option<u64>) -> Result<
 }
 
 /// Names in the abstract namespace have no permissions, so the peer's user is checked instead.
-pub(super) fn check_user(socket: impl AsFd) -> Result<(), LinkError> {
+pub(in crate::link) fn check_user(socket: impl AsFd) -> Result<(), LinkError> {
     let peer = sockopt::socket_peercred(socket).map_err(LinkError::system("ask who the peer is"))?;
     let own = rustix::process::geteuid();
     if peer.uid == own {
@@ -155,7 +125,7 @@ pub(super) fn check_user(socket: impl AsFd) -> Result<(), LinkError> {
 }
 
 /// Sends the hello and the descriptors of the ring and of the heap, if there is one.
-pub(super) fn send_hello(
+pub(in crate::link) fn send_hello(
     socket: impl AsFd,
     hello: &Hello,
     (shape, ring): (RingShape, BorrowedFd<'_>),
@@ -202,7 +172,7 @@ pub(super) fn send_hello(
 }
 
 /// Receives a hello and the descriptors that must come with it.
-pub(super) fn receive_hello(socket: impl AsFd, timeout_ms: u64) -> Result<Opened, LinkError> {
+pub(in crate::link) fn receive_hello(socket: impl AsFd, timeout_ms: u64) -> Result<Opened, LinkError> {
     let mut bytes = [0; FRAME_BYTES];
     let (count, descriptors) = receive_with_descriptors(&socket, &mut bytes, timeout_ms)?;
     receive_exactly(&socket, &mut bytes[count..], timeout_ms)?;
@@ -302,14 +272,14 @@ fn silence(error: Errno, timeout_ms: u64) -> LinkError {
 }
 
 /// The receiver's side of a socket: what it says comes from the thread that reads and from whoever drops a tensor.
-pub(super) struct Speech {
+pub(in crate::link) struct Speech {
     socket: Arc<OwnedFd>,
     /// Held while a frame is written, so that frames do not mix.
     turn: Mutex<()>,
 }
 
 impl Speech {
-    pub(super) fn new(socket: Arc<OwnedFd>) -> Arc<Self> {
+    pub(in crate::link) fn new(socket: Arc<OwnedFd>) -> Arc<Self> {
         Arc::new(Self {
             socket,
             turn: Mutex::new(()),
@@ -320,7 +290,7 @@ impl Speech {
     ///
     /// # Errors
     /// If the socket fails; that the peer is gone is no error here.
-    pub(super) fn say(&self, kind: FrameKind, slot: u32) -> Result<(), Errno> {
+    pub(in crate::link) fn say(&self, kind: FrameKind, slot: u32) -> Result<(), Errno> {
         let frame = Frame {
             slot,
             ..Frame::new(kind)
@@ -342,19 +312,15 @@ impl Speech {
 }
 
 /// Tells the peer why the link ends, if it still listens. Never waits.
-pub(super) fn send_refusal(socket: impl AsFd, error: &LinkError) {
-    let text = error.to_string();
-    let mut end = text.len().min(REASON_LIMIT_BYTES);
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
+pub(in crate::link) fn send_refusal(socket: impl AsFd, error: &LinkError) {
+    let text = error.told();
     let mut bytes = Frame {
-        length: end as u32,
+        length: text.len() as u32,
         ..Frame::new(FrameKind::Refuse)
     }
     .encode()
     .to_vec();
-    bytes.extend_from_slice(&text.as_bytes()[..end]);
+    bytes.extend_from_slice(text.as_bytes());
     // The peer may be gone or flooded; the end of the link tells it enough.
     let _ = rustix::net::send(socket, &bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
 }

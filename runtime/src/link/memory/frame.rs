@@ -21,18 +21,18 @@ use std::os::fd::AsFd;
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
 
-use super::error::LinkError;
+use crate::link::error::LinkError;
 
 /// Bytes of a frame.
-pub(super) const FRAME_BYTES: usize = 48;
+pub(in crate::link) const FRAME_BYTES: usize = 48;
 const MAGIC: [u8; 4] = *b"EGLB";
 const VERSION: u16 = 2;
 const FLAG_CHECKED: u8 = 1;
 
 /// What a frame says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum FrameKind {
-    /// Sender: who I am, whom I want; the descriptors of ring and heap and `length` bytes of [`super::Hello`] come with it.
+pub(in crate::link) enum FrameKind {
+    /// Sender: who I am, whom I want; the descriptors of ring and heap and `length` bytes of [`crate::link::Hello`] come with it.
     Hello = 1,
     /// Receiver: the hello is accepted.
     Welcome = 2,
@@ -72,20 +72,20 @@ impl FrameKind {
 
 /// A frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Frame {
-    pub(super) kind: FrameKind,
-    pub(super) slot: u32,
-    pub(super) length: u32,
-    pub(super) sequence: u64,
-    pub(super) message_bytes: u64,
-    pub(super) header_bytes: u32,
+pub(in crate::link) struct Frame {
+    pub(in crate::link) kind: FrameKind,
+    pub(in crate::link) slot: u32,
+    pub(in crate::link) length: u32,
+    pub(in crate::link) sequence: u64,
+    pub(in crate::link) message_bytes: u64,
+    pub(in crate::link) header_bytes: u32,
     /// Checksum of the payload, if the sender makes them.
-    pub(super) checksum: Option<u64>,
+    pub(in crate::link) checksum: Option<u64>,
 }
 
 impl Frame {
     /// A frame whose other fields are zero.
-    pub(super) fn new(kind: FrameKind) -> Self {
+    pub(in crate::link) fn new(kind: FrameKind) -> Self {
         Self {
             kind,
             slot: 0,
@@ -97,7 +97,7 @@ impl Frame {
         }
     }
 
-    pub(super) fn encode(&self) -> [u8; FRAME_BYTES] {
+    pub(in crate::link) fn encode(&self) -> [u8; FRAME_BYTES] {
         let mut bytes = [0; FRAME_BYTES];
         bytes[0..4].copy_from_slice(&MAGIC);
         bytes[4..6].copy_from_slice(&VERSION.to_le_bytes());
@@ -114,7 +114,7 @@ impl Frame {
         bytes
     }
 
-    pub(super) fn decode(bytes: &[u8; FRAME_BYTES]) -> Result<Self, LinkError> {
+    pub(in crate::link) fn decode(bytes: &[u8; FRAME_BYTES]) -> Result<Self, LinkError> {
         fn field<const N: usize>(bytes: &[u8; FRAME_BYTES], start: usize) -> [u8; N] {
             std::array::from_fn(|i| bytes[start + i])
         }
@@ -152,7 +152,7 @@ impl Frame {
 }
 
 /// What a read found.
-pub(super) enum Read<T> {
+pub(in crate::link) enum Read<T> {
     /// What was asked for.
     Got(T),
     /// Nothing whole yet; only on a socket that does not block.
@@ -162,7 +162,7 @@ pub(super) enum Read<T> {
 }
 
 /// Cuts the byte stream of a socket into frames. Reads ahead by at most [`FrameReader::BUFFER_BYTES`].
-pub(super) struct FrameReader {
+pub(in crate::link) struct FrameReader {
     buffer: Box<[u8; Self::BUFFER_BYTES]>,
     start: usize,
     end: usize,
@@ -171,7 +171,7 @@ pub(super) struct FrameReader {
 impl FrameReader {
     const BUFFER_BYTES: usize = 32 * FRAME_BYTES;
 
-    pub(super) fn new() -> Self {
+    pub(in crate::link) fn new() -> Self {
         Self {
             buffer: Box::new([0; Self::BUFFER_BYTES]),
             start: 0,
@@ -180,7 +180,7 @@ impl FrameReader {
     }
 
     /// The next frame.
-    pub(super) fn next(&mut self, socket: impl AsFd) -> Result<Read<Frame>, LinkError> {
+    pub(in crate::link) fn next(&mut self, socket: impl AsFd) -> Result<Read<Frame>, LinkError> {
         match self.fill(socket.as_fd(), FRAME_BYTES)? {
             Read::Got(()) => {
                 let bytes = std::array::from_fn(|i| self.buffer[self.start + i]);
@@ -193,7 +193,7 @@ impl FrameReader {
     }
 
     /// The text that follows a frame; cut to what the buffer takes, since it is only for people.
-    pub(super) fn text(&mut self, socket: impl AsFd, length: u32) -> String {
+    pub(in crate::link) fn text(&mut self, socket: impl AsFd, length: u32) -> String {
         let length = (length as usize).min(Self::BUFFER_BYTES);
         // The peer writes frame and text with one call; whatever of it cannot be read is not worth another error.
         let _ = self.fill(socket, length);
