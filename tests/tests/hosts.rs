@@ -10,9 +10,9 @@ use eaglet_tests::traces::{account, completed, same_weights};
 use eaglet_tests::{Cluster, PATIENCE, eaglet, is_alive, processes_of, send};
 use rustix::process::Signal;
 
-/// A run of 24 steps, of which some are left when a host has come back.
+/// A run of which steps are left when a host has come back.
 const SETS: &[&str] = &[
-    "training.steps=24",
+    "training.steps=60",
     "training.tokens_per_row=160",
     "training.evaluate_every_steps=0",
     "training.max_new_tokens=12",
@@ -89,9 +89,9 @@ fn refused(run: &Path, name: &str) -> Output {
     command.output().expect("eaglet can be started")
 }
 
-fn quiet(folder: &Path) -> PathBuf {
+fn quiet(folder: &Path, sets: &[&str]) -> PathBuf {
     let directory = folder.join("quiet");
-    completed(&Cluster::launch(&directory, SETS).finish());
+    completed(&Cluster::launch(&directory, &[SETS, sets].concat()).finish());
     directory
 }
 
@@ -102,7 +102,7 @@ fn said(lines: &[String], words: &str) -> bool {
 #[test]
 fn ranks_and_hosts_that_are_killed_change_nothing_about_the_weights() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let quiet = quiet(folder.path());
+    let quiet = quiet(folder.path(), &[]);
     let directory = folder.path().join("hosts");
     // Host c is started by the coordinator, as ssh would be; host b by somebody else.
     let hosts = format!(
@@ -126,8 +126,11 @@ fn ranks_and_hosts_that_are_killed_change_nothing_about_the_weights() {
     // A rank on another host is a rank like any other.
     let draft = cluster.rank("draft", 1);
     send(draft, Signal::KILL);
-    cluster.wait_for_step(6);
+    cluster.wait("the news of a rank's death", |cluster| {
+        (!losses(cluster.directory()).is_empty()).then_some(())
+    });
     assert_ne!(cluster.rank("draft", 1), draft);
+    cluster.wait_for_step(6);
     // A host that dies takes its ranks along, and another one takes its place.
     let verifier = cluster.rank("verifier", 0);
     send(b.pid(), Signal::KILL);
@@ -150,9 +153,12 @@ fn ranks_and_hosts_that_are_killed_change_nothing_about_the_weights() {
 #[test]
 fn a_host_that_stands_still_and_a_coordinator_that_dies_are_come_back_from() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let quiet = quiet(folder.path());
+    // What a lost host's ranks compute until they must have ended is no small part of so short a run.
+    let longer = ["training.steps=200", "supervision.dead_after_ms=2000", "supervision.coordinator_lease_ms=2000"];
+    let quiet = quiet(folder.path(), &longer);
     let directory = folder.path().join("hosts");
-    let sets = over_hosts(TWO_HOSTS);
+    let mut sets = over_hosts(TWO_HOSTS);
+    sets.extend(longer);
     let mut cluster = Cluster::launch(&directory, &sets);
     let (b, c) = (Host::join(&directory, "b"), Host::join(&directory, "c"));
     cluster.wait_for_step(4);
@@ -181,7 +187,7 @@ fn a_host_that_stands_still_and_a_coordinator_that_dies_are_come_back_from() {
 #[test]
 fn a_run_goes_on_without_a_host_that_stays_away() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let quiet = quiet(folder.path());
+    let quiet = quiet(folder.path(), &[]);
     let directory = folder.path().join("hosts");
     let mut sets = SETS.to_vec();
     sets.extend([
