@@ -415,6 +415,7 @@ fn rank_view(seat: &SeatView, shares: Option<Shares>) -> RankView {
         waiting: shares.map(|shares| shares.waiting),
         idle: shares.map(|shares| shares.idle),
         detail: [
+            seat.host.as_ref().map(|host| format!("on {host}")),
             place_in_team(seat),
             time_spent(seat, shares),
             Some(detail.to_owned()),

@@ -132,6 +132,7 @@ mod tests {
 
     fn view(generation: u32, busy_ms: u64, waiting_ms: u64) -> SeatView {
         SeatView {
+            host: None,
             seat: Seat::verifier(1),
             generation: Generation(generation),
             status: "ready",

@@ -44,6 +44,11 @@ impl Hosts {
         host.is_none_or(|host| host.absent_since_ms.is_none())
     }
 
+    /// The host of a seat, if it is not the coordinator's.
+    pub(super) fn of(&self, seat: Seat) -> Option<&str> {
+        self.of_seats.get(&seat).map(String::as_str)
+    }
+
     fn seats_of(&self, host: &str) -> Vec<Seat> {
         let on_it = self.of_seats.iter().filter(|(_, other)| *other == host);
         on_it.map(|(&seat, _)| seat).collect()

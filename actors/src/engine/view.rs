@@ -18,6 +18,8 @@ pub struct SeatView {
     pub seat: Seat,
     /// Which occupant.
     pub generation: Generation,
+    /// Its host, if that is not the coordinator's.
+    pub host: Option<String>,
     /// What it is up to, in one word.
     pub status: &'static str,
     /// Its process, 0 if there is none.
@@ -90,6 +92,7 @@ impl Engine {
                 .map(|(seat, state)| SeatView {
                     seat,
                     generation: state.generation,
+                    host: self.hosts.of(seat).map(str::to_owned),
                     status: match state.status {
                         Status::Vacant { .. } if !self.hosts.is_here(seat) => "host absent",
                         Status::Vacant { .. } => "restarting",
