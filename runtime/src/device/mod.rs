@@ -39,7 +39,7 @@ pub use matrix::{Elements, HostMatrix, HostMatrixMut, Matrix, MatrixMut, MatrixM
 pub use products::{ProductKernel, Products};
 pub use rotary::{Pairing, RotaryTable, Turn};
 pub use routing::{ExpertGroups, Routing, Scoring};
-pub use stored::StoredMatrix;
+pub use stored::{EachMatrix, StoredMatrix, WeightUse};
 pub use timed::{OperationKind, Spent, Timed, Watch};
 
 use crate::contract::HiddenDtype;
@@ -182,6 +182,11 @@ pub trait Device: Send + Sync + 'static {
     /// Brings weights to where operations are fastest, in the form they are stored in, if there is a place for them
     /// ([`StoredMatrix::kept`]). Products with them are the same before and after; who does not ask pays at the first one.
     fn keep(&self, _weights: &dyn StoredMatrix) {}
+
+    /// [`Self::keep`] for all weights of a model.
+    fn keep_all(&self, each: &mut EachMatrix<'_>) {
+        each(&mut |weights, _| self.keep(weights));
+    }
 
     /// `c = alpha · a·b`, or `c += alpha · a·b` with `accumulate`; `c` `[m, n]`, `a` `[m, k]`, `b` `[k, n]`.
     ///

@@ -7,8 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use super::{
-    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Buffer, Device, Floats, FloatsMut, Gate,
-    Matrix, MatrixMut, Products, RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow, Turn,
+    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Buffer, Device, EachMatrix, Floats,
+    FloatsMut, Gate, Matrix, MatrixMut, Products, RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow,
+    Turn,
 };
 use crate::contract::HiddenDtype;
 use crate::cuda::InFlight;
@@ -233,6 +234,10 @@ impl<D: Device> Device for Timed<D> {
 
     fn keep(&self, weights: &dyn StoredMatrix) {
         self.within.keep(weights);
+    }
+
+    fn keep_all(&self, each: &mut EachMatrix<'_>) {
+        self.within.keep_all(each);
     }
 
     fn gemm_stored(&self, c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn StoredMatrix, accumulate: bool) {

@@ -12,9 +12,9 @@ mod tests;
 use rayon::prelude::*;
 
 use super::{
-    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Buffer, Device, Floats, FloatsMut, Gate,
-    HostMatrix, HostMatrixMut, Matrix, MatrixMut, Pairing, ProductKernel, Products, RotaryTable, Routing,
-    RowLoss, StoredMatrix, TargetRow, Turn, check_capture,
+    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Buffer, Device, EachMatrix, Floats,
+    FloatsMut, Gate, HostMatrix, HostMatrixMut, Matrix, MatrixMut, Pairing, ProductKernel, Products,
+    RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow, Turn, check_capture,
 };
 
 use crate::contract::HiddenDtype;
@@ -152,6 +152,12 @@ impl Device for Cpu {
             Some(amx) => amx.gemm(c, a, b, alpha, accumulate),
             None => gemm::gemm(c, a, b, alpha, accumulate),
         });
+    }
+
+    fn keep_all(&self, each: &mut EachMatrix<'_>) {
+        if let Some(cache) = &self.packed {
+            cache.keep(&self.pool, each);
+        }
     }
 
     fn gemm_stored(&self, c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn StoredMatrix, accumulate: bool) {
