@@ -213,7 +213,7 @@ impl Census {
         let same = |other: &Standing| other.is_at_rest() && other.state == first.state;
         first
             .state
-            .filter(|_| first.is_at_rest() && members.all(|other| same(other)))
+            .filter(|_| first.is_at_rest() && members.all(same))
     }
 
     /// Whether a draft could join the group at this step boundary.
