@@ -383,6 +383,7 @@ fn reserve(file: &File, bytes: usize) -> io::Result<()> {
 /// PACKED-3
 fn wait_for(take: impl Fn() -> Result<(), TryLockError>, what: &str) -> io::Result<()> {
     let begun = Instant::now();
+    let mut is_told = false;
     loop {
         match take() {
             Ok(()) => return Ok(()),
@@ -393,7 +394,13 @@ fn wait_for(take: impl Fn() -> Result<(), TryLockError>, what: &str) -> io::Resu
                     format!("{what}, for more than {} s", WAIT_LIMIT.as_secs()),
                 ));
             }
-            Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_POLL),
+            Err(TryLockError::WouldBlock) => {
+                if !is_told {
+                    tracing::info!("{what}, and this one waits for it");
+                    is_told = true;
+                }
+                std::thread::sleep(LOCK_POLL);
+            }
         }
     }
 }
