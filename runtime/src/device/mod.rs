@@ -32,7 +32,7 @@ pub use calibration::ProductRates;
 pub use checksum::checksum;
 pub(crate) use cpu::widen_bf16;
 pub use cpu::{Cpu, NoAmx, PackedMatrix, ThreadsError};
-pub use encoded::{Encoded, EncodedForm, FloatKind, Keep, Kept, Plane, RowSteps};
+pub use encoded::{Encoded, EncodedForm, FloatKind, Keep, Kept, Plane, Prepared, RowSteps};
 pub use floats::{Buffer, Floats, FloatsMut};
 pub use limits::{DeviceLimits, MachineLimits};
 pub use matrix::{Elements, HostMatrix, HostMatrixMut, Matrix, MatrixMut, MatrixMutOf, MatrixOf};
@@ -192,6 +192,28 @@ pub trait Device: Send + Sync + 'static {
     ///
     /// Transposes are views: [`Matrix::transposed`]. The sum over k runs in fixed blocks.
     fn gemm(&self, c: MatrixMut<'_>, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool);
+
+    /// Whether [`Self::prepare`] does anything.
+    fn prepares(&self) -> bool {
+        false
+    }
+
+    /// Brings the right operand `b` `[k, n]` of several products into the form that they go through fastest, if there is one,
+    /// in the memory of what was prepared before if that had its shape. It is what `b` is now, not what it becomes.
+    fn prepare(&self, _prepared: &mut Prepared, _b: Matrix<'_>) {}
+
+    /// [`Device::gemm`] with what was prepared of `b`: the same bits.
+    fn gemm_prepared(
+        &self,
+        c: MatrixMut<'_>,
+        a: Matrix<'_>,
+        b: Matrix<'_>,
+        _prepared: &Prepared,
+        alpha: f32,
+        accumulate: bool,
+    ) {
+        self.gemm(c, a, b, alpha, accumulate);
+    }
 
     /// `c = a·wᵀ`, or `c += a·wᵀ` with `accumulate`; `c` `[m, n]`, `a` `[m, k]`, `weights` `[n, k]`.
     ///

@@ -8,8 +8,8 @@ use std::time::Instant;
 
 use super::{
     AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Buffer, Device, EachMatrix, Floats,
-    FloatsMut, Gate, Matrix, MatrixMut, Products, RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow,
-    Turn,
+    FloatsMut, Gate, Matrix, MatrixMut, Prepared, Products, RotaryTable, Routing, RowLoss, StoredMatrix,
+    TargetRow, Turn,
 };
 use crate::contract::HiddenDtype;
 use crate::cuda::InFlight;
@@ -229,6 +229,30 @@ impl<D: Device> Device for Timed<D> {
         let work = product(c.rows, c.cols, a.cols);
         self.time(OperationKind::Product, work, |d| {
             d.gemm(c, a, b, alpha, accumulate)
+        });
+    }
+
+    fn prepares(&self) -> bool {
+        self.within.prepares()
+    }
+
+    fn prepare(&self, prepared: &mut Prepared, b: Matrix<'_>) {
+        let work = pass(b.rows * b.cols);
+        self.time(OperationKind::Elementwise, work, |d| d.prepare(prepared, b));
+    }
+
+    fn gemm_prepared(
+        &self,
+        c: MatrixMut<'_>,
+        a: Matrix<'_>,
+        b: Matrix<'_>,
+        prepared: &Prepared,
+        alpha: f32,
+        accumulate: bool,
+    ) {
+        let work = product(c.rows, c.cols, a.cols);
+        self.time(OperationKind::Product, work, |d| {
+            d.gemm_prepared(c, a, b, prepared, alpha, accumulate)
         });
     }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use eaglet_runtime::device::{Cpu, ProductKernel};
+use eaglet_runtime::device::{Cpu, ProductKernel, Products};
 use eaglet_runtime::ids::Role;
 
 use super::Plan;
@@ -45,7 +45,7 @@ impl Plan<'_> {
         let is_on_gpu = self.config.gpu_of(rank).is_some();
         let memory = VerifierRank {
             weight_bytes: files.bytes,
-            packed_bytes: if !is_on_gpu && self.packs_weights() {
+            packed_bytes: if !is_on_gpu && Self::packs(self.config.verifier.products) {
                 files.packable_bytes
             } else {
                 0
@@ -73,9 +73,9 @@ impl Plan<'_> {
         Some(with_memory(plan, memory.parts()))
     }
 
-    /// Whether verifier ranks pack their weights for AMX, if their machines are like this one.
-    fn packs_weights(&self) -> bool {
-        Cpu::kernel_for(self.config.verifier.products) == Ok(ProductKernel::AmxBf16)
+    /// Whether ranks with such products pack weights for AMX, if their machines are like this one.
+    fn packs(products: Products) -> bool {
+        Cpu::kernel_for(products) == Ok(ProductKernel::AmxBf16)
     }
 
     fn draft_rank(&self, rank: &RankConfig, threads: usize) -> Option<RankPlan> {
@@ -92,6 +92,7 @@ impl Plan<'_> {
             held_out_tokens: self.held_out_tokens(),
             threads,
             over_nccl: self.config.training.collective == Collective::Nccl,
+            packs: self.config.gpu_of(rank).is_none() && Self::packs(self.config.draft.products),
         };
         let plan = RankPlan {
             parameters,
