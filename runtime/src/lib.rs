@@ -7,6 +7,7 @@
 #[cfg(test)]
 extern crate self as eaglet_runtime;
 
+mod cache_files;
 pub mod checkpoint;
 pub mod collective;
 pub mod contract;

@@ -21,6 +21,21 @@ impl Engine {
         self.members.clone().into_iter().map(Seat::draft)
     }
 
+    /// Whether a draft seat is one of them.
+    pub(super) fn is_member(&self, seat: Seat) -> bool {
+        // Ascending.
+        self.members.binary_search(&seat.index).is_ok()
+    }
+
+    fn enroll(&mut self, members: Vec<u16>) {
+        for before in std::mem::replace(&mut self.members, members) {
+            self.seats.get_mut(Seat::draft(before)).is_member = false;
+        }
+        for &index in &self.members {
+            self.seats.get_mut(Seat::draft(index)).is_member = true;
+        }
+    }
+
     /// A draft replica is gone: if it was a member, what belongs to the present epoch is void.
     pub(super) fn draft_lost(&mut self, seat: Seat, generation: Generation) {
         let orphans: Vec<Seat> = self
@@ -34,11 +49,11 @@ impl Engine {
             .collect();
         for orphan in orphans {
             // Its donor died: it needs another one.
-            let state = self.seats.get_mut(orphan);
+            let mut state = self.seats.get_mut(orphan);
             state.donor = None;
             state.status = Status::Attached;
         }
-        if self.members.contains(&seat.index) {
+        if self.is_member(seat) {
             self.restart_epoch();
         }
     }
@@ -48,7 +63,7 @@ impl Engine {
         self.epoch = self.epoch.next();
         self.formed = false;
         self.has_id = false;
-        self.members.clear();
+        self.enroll(Vec::new());
         self.step_phase = StepPhase::Idle;
         let epoch = self.epoch;
         let ready: Vec<Seat> = self
@@ -78,7 +93,7 @@ impl Engine {
             return;
         }
         let now_ms = self.now_ms;
-        let state = self.seats.get_mut(seat);
+        let mut state = self.seats.get_mut(seat);
         state.status = Status::Ready;
         state.since_ms = now_ms;
         state.donor = None;
@@ -99,12 +114,13 @@ impl Engine {
             return;
         }
         let now_ms = self.now_ms;
-        let state = self.seats.get_mut(seat);
+        let mut state = self.seats.get_mut(seat);
         if state.donor == Some((donor.index, generation)) && state.status == Status::Loading {
             state.donor = None;
             state.status = Status::Attached;
             // What failed at once would fail at once again.
             state.heal_after_ms = now_ms + STATE_RETRY_MS;
+            drop(state);
             self.warn(format!(
                 "{donor} could not send its state to {seat}: {reason}; it is sent again"
             ));
@@ -144,8 +160,7 @@ impl Engine {
             self.invite();
         }
         let epoch = self.epoch;
-        let joined = |seat: Seat| self.seats.get(seat).joined == Some(epoch);
-        if !self.members.is_empty() && self.members().all(joined) {
+        if !self.members.is_empty() && self.seats.census().all_members_joined(epoch) {
             self.formed = true;
             self.was_filled = true;
             self.step_phase = StepPhase::Idle;
@@ -161,11 +176,7 @@ impl Engine {
         let owners: Option<Vec<u16>> = self.owners.iter().copied().collect();
         let Some(owners) = owners else { return };
         // Who takes a state right now is waited for: it would be behind again a step later.
-        let adopting = |seat| {
-            let state = self.seats.get(seat);
-            state.status == Status::Loading && !state.builds_only
-        };
-        if self.seats.active(Role::Draft).any(adopting) {
+        if self.seats.census().somebody_adopts() {
             return;
         }
         let Some(common) = self.agreed_state(owners.iter().copied().map(Seat::draft)) else {
@@ -196,7 +207,7 @@ impl Engine {
             self.seats.get_mut(seat).status = Status::Loading;
             self.kill(seat, "its weights are not those of the others at the same step");
         }
-        self.members = here.iter().map(|seat| seat.index).collect();
+        self.enroll(here.iter().map(|seat| seat.index).collect());
         self.forming_since_ms = self.now_ms;
         let epoch = self.epoch;
         let members: Vec<_> = here
@@ -239,6 +250,11 @@ impl Engine {
 
     /// The state that all members hold, if they do and nothing is on its way to them.
     pub(super) fn common_state(&mut self) -> Option<(Step, Digest)> {
+        let common = self.seats.census().common_state();
+        if common.is_some() {
+            return common;
+        }
+        // Who differs first decides what is done.
         let members: Vec<Seat> = self.members().collect();
         self.agreed_state(members.into_iter())
     }
@@ -271,12 +287,14 @@ impl Engine {
         ));
         let seats: Vec<Seat> = self.seats.active(Role::Draft).collect();
         for seat in seats {
-            let state = self.seats.get_mut(seat);
+            let mut state = self.seats.get_mut(seat);
             state.state = None;
             if state.status == Status::Ready {
                 state.status = Status::Loading;
             }
-            if state.is_live() {
+            let is_live = state.is_live();
+            drop(state);
+            if is_live {
                 self.kill(seat, why);
             }
         }
@@ -284,19 +302,12 @@ impl Engine {
 
     /// Whether somebody could join at this step boundary, or wants to leave and can.
     pub(super) fn membership_changes(&self) -> bool {
-        self.seats.active(Role::Draft).any(|seat| {
-            let state = self.seats.get(seat);
-            // Who still applies a step would be left out again.
-            let joins = state.status == Status::Ready
-                && state.applying_since_ms.is_none()
-                // Ascending.
-                && self.members.binary_search(&seat.index).is_err();
-            joins || self.can_leave(seat)
-        })
+        let census = self.seats.census();
+        census.somebody_joins() || census.somebody_can_leave()
     }
 
     /// Whether a draft rank was asked to leave and nobody needs its state.
-    fn can_leave(&self, seat: Seat) -> bool {
+    pub(super) fn can_leave(&self, seat: Seat) -> bool {
         let reached = |seat: &SeatState| seat.state.map(|(step, _)| step);
         let leaver = self.seats.get(seat);
         leaver.removed
@@ -321,13 +332,8 @@ impl Engine {
 
     fn heal(&mut self) {
         let is_settled = self.formed || !self.members.is_empty();
-        if is_settled
-            && !self
-                .seats
-                .iter()
-                .any(|(seat, state)| seat.role == Role::Draft && state.status == Status::Attached)
-        {
-            return; // with every event, so not without a need
+        if is_settled && !self.seats.census().a_draft_waits_for_a_load() {
+            return;
         }
         let seats: Vec<Seat> = self.seats.active(Role::Draft).collect();
         // Steps before the latest checkpoint are not done again: whoever is left behind it reads it, too.
@@ -370,7 +376,7 @@ impl Engine {
                 },
             };
             let now_ms = self.now_ms;
-            let state = self.seats.get_mut(seat);
+            let mut state = self.seats.get_mut(seat);
             state.status = Status::Loading;
             state.since_ms = now_ms;
             state.state = None;
@@ -378,6 +384,7 @@ impl Engine {
             state.builds_only = builds_only;
             state.loads += 1;
             let load = state.loads;
+            drop(state);
             let vocabulary = self.vocabulary.clone();
             let contract = self.settings.contract.clone();
             self.send(

@@ -12,7 +12,7 @@ impl Engine {
         if !self.seats.is_current(seat, generation) {
             return;
         }
-        let state = self.seats.get_mut(seat);
+        let mut state = self.seats.get_mut(seat);
         if matches!(self.phase, Phase::Leaving | Phase::Finished) || state.status == Status::Leaving {
             state.status = Status::Empty;
             state.pid = 0;
@@ -26,7 +26,6 @@ impl Engine {
         let (removed, condemned) = (state.removed, state.condemned);
         let policy = self.settings.restarts(seat.role);
         let now_ms = self.now_ms;
-        let state = self.seats.get_mut(seat);
         while state
             .restarts
             .front()
@@ -45,6 +44,7 @@ impl Engine {
             state.first_cause.get_or_insert_with(|| cause.clone());
         }
         state.restarts_total += 1;
+        drop(state);
         if !removed && !excused {
             let cause = cause.clone();
             self.commands.push(Command::Lost {
@@ -53,8 +53,7 @@ impl Engine {
                 cause,
             });
         }
-        let state = self.seats.get_mut(seat);
-        state.vacate(now_ms + backoff_ms, now_ms);
+        self.seats.get_mut(seat).vacate(now_ms + backoff_ms, now_ms);
         self.release_rows(seat, generation);
         if removed {
             self.seats.get_mut(seat).status = Status::Empty;
@@ -98,18 +97,9 @@ impl Engine {
     /// A rank that a restart cannot help.
     pub(super) fn condemn(&mut self, seat: Seat, reason: String) {
         self.kill(seat, &reason);
-        let state = self.seats.get_mut(seat);
+        let mut state = self.seats.get_mut(seat);
         state.condemned = true;
         state.fault.get_or_insert(reason);
-    }
-
-    /// Whether [`Self::staying`] counts anything: asked with every event, and most often answered by the first seat.
-    fn somebody_stays(&self, role: Role) -> bool {
-        let stays = |state: &SeatState| state.is_active() && !state.removed;
-        self.seats.iter().any(|(seat, state)| {
-            let of_role = seat.role == role && stays(state);
-            of_role && (role == Role::Draft || self.all_of_replica(self.replica_of(seat), stays))
-        })
     }
 
     /// Draft seats, or whole replicas of the verifier, that are filled, or will be, and were not asked to leave.
@@ -148,7 +138,7 @@ impl Engine {
             return;
         }
         for role in [Role::Verifier, Role::Draft] {
-            if self.somebody_stays(role) {
+            if self.seats.census().somebody_stays(role) {
                 continue;
             }
             let Some(seats) = self.last_resort(role) else {

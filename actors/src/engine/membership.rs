@@ -102,7 +102,7 @@ impl Engine {
             self.seats.get_mut(seat).removed = true;
         }
         let state = self.seats.get(seat);
-        if seat.role == Role::Draft && (state.is_live() || self.members.contains(&seat.index)) {
+        if seat.role == Role::Draft && (state.is_live() || self.is_member(seat)) {
             return Ok(format!(
                 "{seat} leaves at the next step boundary; the others take its lanes over"
             ));
@@ -128,15 +128,16 @@ impl Engine {
             Status::Leaving => Err(format!("{seat} is just leaving; ask again when it is gone")),
             Status::Empty => self.reopen(seat),
             Status::Vacant { .. } => {
-                let state = self.seats.get_mut(seat);
+                let mut state = self.seats.get_mut(seat);
                 state.status = Status::Vacant { spawn_at_ms: now_ms };
                 state.restarts.clear();
                 Ok(format!("{seat} is starting"))
             }
             Status::Starting | Status::Attached | Status::Loading | Status::Ready => {
-                let state = self.seats.get_mut(seat);
+                let mut state = self.seats.get_mut(seat);
                 state.excused = true;
                 state.restarts.clear();
+                drop(state);
                 self.kill(seat, "restarted on request");
                 Ok(format!("{seat} is restarted"))
             }
@@ -187,19 +188,18 @@ impl Engine {
     /// Tells a rank to leave for good.
     pub(super) fn dismiss(&mut self, seat: Seat) {
         let now_ms = self.now_ms;
-        let state = self.seats.get_mut(seat);
+        let mut state = self.seats.get_mut(seat);
         let (status, generation) = (state.status, state.generation);
         state.since_ms = now_ms;
+        state.status = match status {
+            Status::Vacant { .. } | Status::Empty => Status::Empty,
+            _ => Status::Leaving,
+        };
+        drop(state);
         match status {
-            Status::Vacant { .. } | Status::Empty => {
-                state.status = Status::Empty;
-            }
-            Status::Starting => {
-                state.status = Status::Leaving;
-                self.kill(seat, "it was removed");
-            }
+            Status::Vacant { .. } | Status::Empty => {}
+            Status::Starting => self.kill(seat, "it was removed"),
             Status::Attached | Status::Loading | Status::Ready | Status::Leaving => {
-                state.status = Status::Leaving;
                 self.send(seat, CoordinatorCommand::Quit);
             }
         }

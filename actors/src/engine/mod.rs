@@ -9,13 +9,17 @@
 //! - FENCE: what an older epoch or generation says has no effect.
 //! - ORDER: the batch of a step depends only on the journal ([`Record::Planned`] precedes its use).
 //! - SAME: all replicas hold the same digest at the same step, or the step is not committed.
+//! - COUNTED: what is kept counted beside seats, teams and rows is what a walk over all of them finds (`audit`), so that an
+//!   event costs the same however many there are.
 //! - TEAM: the shards of a verifier are given the same rows in the same order, while all of them are together (`teams`).
 //!
-//! Files: `seats` who sits where, `losses` what is done about a lost rank, `repair` about a broken link, `membership` who
+//! Files: `seats` who sits where, `census` how many how, `losses` what is done about a lost rank, `repair` about a broken link, `membership` who
 //! comes and goes on request, `teams` which ranks are one verifier, `lanes` who computes what, `group` when the draft
-//! replicas form an epoch, `router` which row goes where, `steps` begin, stage, commit, `plan` and `growth` what is
+//! replicas form an epoch, `rows` where rows are, `router` which goes where, `steps` begin, stage, commit, `plan` and `growth` what is
 //! trained, [`ledger`] the account, `replay` the state that a journal implies.
 
+mod audit;
+mod census;
 mod command;
 mod group;
 mod growth;
@@ -28,6 +32,7 @@ mod plan;
 mod repair;
 mod replay;
 mod router;
+mod rows;
 mod seats;
 mod settings;
 mod steps;
@@ -37,13 +42,13 @@ mod view;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 pub use command::{Command, Event, Notice, Outcome, SeatChange, StepReport, StoredSample};
 use eaglet_runtime::control::{Acceptance, RankEvent};
 use eaglet_runtime::digest::Digest;
-use eaglet_runtime::ids::{Epoch, Generation, RowId, SampleSeq, Seat, Step};
+use eaglet_runtime::ids::{Epoch, Generation, SampleSeq, Seat, Step};
 use eaglet_runtime::samples::Location;
 pub use ledger::LedgerCounts;
 pub use replay::ReplayError;
@@ -54,7 +59,7 @@ use self::hosts::Hosts;
 use self::ledger::Ledger;
 use self::plan::Plans;
 use self::repair::Rift;
-use self::router::Row;
+use self::rows::Rows;
 use self::seats::Seats;
 use self::steps::{Staged, StepPhase};
 use self::teams::Teams;
@@ -140,13 +145,11 @@ pub struct Engine {
     forming_since_ms: u64,
     /// The draft seat that computes each lane, `[lanes]`.
     owners: Vec<Option<u16>>,
-    rows: BTreeMap<RowId, Row>,
+    rows: Rows,
     /// Leases given so far in this launch.
     leases: u64,
     step_phase: StepPhase,
     evaluated: Option<(Step, Acceptance)>,
-    /// Held-out rows that the verifier refused.
-    held_out_refused: BTreeSet<RowId>,
     /// Rows that were given out since the last part of the held-out prompts.
     rows_since_part: u32,
     gradient_disputes: u32,
@@ -211,11 +214,10 @@ impl Engine {
             members: Vec::new(),
             forming_since_ms: now_ms,
             owners: vec![None; lanes],
-            rows: BTreeMap::new(),
+            rows: Rows::default(),
             leases: 0,
             step_phase: StepPhase::Idle,
             evaluated: None,
-            held_out_refused: BTreeSet::new(),
             rows_since_part: 0,
             gradient_disputes: 0,
             refused_steps: 0,
@@ -253,6 +255,8 @@ impl Engine {
             "LEDGER: {:?}",
             self.ledger.counts()
         );
+        #[cfg(test)]
+        assert_eq!(self.audit(), Ok(()));
         std::mem::take(&mut self.commands)
     }
 

@@ -133,6 +133,7 @@ impl Engine {
         }
         self.vocabulary = vocabulary.clone();
         self.held_out = held_out.clone();
+        self.rows.ask(self.deal_held_out());
         self.total_steps = total_steps;
         self.prepared = true;
         if self.phase == Phase::Preparing {
@@ -157,7 +158,7 @@ impl Engine {
             self.notice(
                 "no held-out prompt: acceptance is not measured (samples.held_out, samples.held_out_every)",
             );
-        } else if self.held_out_rows().is_empty() {
+        } else if !self.rows.has_parts() {
             self.warn(
                 "no held-out prompt fits with its answer: acceptance is not measured (training.max_new_tokens, \
                  training.tokens_per_row, samples.held_out_rows)",
@@ -232,8 +233,20 @@ impl Engine {
         {
             self.plans.steps.remove(&last);
             self.plans.next = last;
+            self.count_plan(last);
         }
         self.plans.steps.insert(step, rows);
+        self.count_plan(step);
+    }
+
+    /// The plan of a step has changed: which of its rows have units is counted again.
+    pub(super) fn count_plan(&mut self, step: Step) {
+        let Some(rows) = self.plans.steps.get(&step) else {
+            self.rows.unplan(step);
+            return;
+        };
+        let with_units = (0..).zip(rows).filter(|(_, row)| !row.is_empty());
+        self.rows.plan(step, with_units.map(|(lane, _)| lane));
     }
 
     /// The verifier refused every sample of a step: it gets other ones. If that happens again and again, the verifier is
@@ -275,6 +288,7 @@ impl Engine {
                 // Nothing is left to train: the run ends, or waits, one step earlier.
                 self.plans.steps.remove(&step);
                 self.plans.next = step;
+                self.count_plan(step);
                 self.correct_total(step.0);
                 return;
             }

@@ -3,7 +3,7 @@
 use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat};
 
 use super::Engine;
-use super::router::{Occupant, RowState};
+use super::rows::{Occupant, RowState};
 use super::seats::Status;
 
 /// The end of a process is known well before this.
@@ -43,12 +43,13 @@ impl Engine {
             return; // drafts send nothing to verifiers
         }
         if from.role == Role::Draft {
-            let newcomer = self.seats.get_mut(draft);
+            let mut newcomer = self.seats.get_mut(draft);
             if newcomer.status == Status::Loading && newcomer.donor == Some((from.index, sender)) {
                 // The state did not arrive whole: it is asked for again.
                 newcomer.donor = None;
                 newcomer.status = Status::Attached;
             }
+            drop(newcomer);
             // FENCE: links of an older epoch are gone with it. Most often the sender has just died, and its end is on
             // the way: tick waits for it.
             if epoch == self.epoch && !self.members.is_empty() {
@@ -82,7 +83,7 @@ impl Engine {
         reason: &str,
     ) {
         // FENCE: collectives of an older epoch are aborted.
-        if epoch != self.epoch || !self.members.contains(&seat.index) {
+        if epoch != self.epoch || !self.is_member(seat) {
             return;
         }
         let is_known = self
@@ -158,7 +159,7 @@ impl Engine {
             .filter(|(_, row)| now_ms > row.since_ms + limit_ms)
             // Those that are in work are their team's matter.
             .filter(|(_, row)| matches!(row.state, RowState::Sent { .. }))
-            .map(|(&id, _)| id)
+            .map(|(id, _)| id)
             .collect();
         for row in overdue {
             self.warn(format!(

@@ -120,6 +120,7 @@ impl Engine {
             } => {
                 self.vocabulary.clone_from(vocabulary);
                 self.held_out.clone_from(held_out);
+                self.rows.ask(self.deal_held_out());
                 self.total_steps = *total_steps;
                 self.prepared = true;
             }

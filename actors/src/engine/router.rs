@@ -1,9 +1,13 @@
 //! Which row goes to which verifier, and where its hidden states lie.
 
+use std::collections::BTreeSet;
+use std::ops::{ControlFlow, Range};
+
 use eaglet_runtime::control::{CoordinatorCommand, HeldOutRequest, Member};
 use eaglet_runtime::ids::{Generation, Role, RowId, Seat, Step, Unit};
 
 use super::ledger::UnitState;
+use super::rows::{Part, Row, RowState};
 use super::seats::Status;
 use super::teams::Handout;
 use super::{Command, Engine, Phase};
@@ -15,75 +19,20 @@ const PROMPTS_PER_PART: usize = 8;
 /// As long as there are rows to extract, so many are given out between two parts of held-out prompts.
 const ROWS_BETWEEN_PARTS: u32 = 16;
 
-/// An occupant of a draft seat.
-pub(super) type Occupant = (u16, Generation);
-
-/// Where a row's hidden states are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum RowState {
-    /// Nowhere.
-    Waiting,
-    /// Being computed by a replica of the verifier.
-    Leased {
-        replica: u16,
-        lease: u64,
-        destination: Occupant,
-    },
-    /// All of it is sent to the draft seat.
-    Sent {
-        replica: u16,
-        lease: u64,
-        destination: Occupant,
-    },
-    /// At the draft seat.
-    Held { destination: Occupant },
-}
-
-impl RowState {
-    /// The draft seat that has it, or will have it.
-    pub(super) fn destination(self) -> Option<Occupant> {
-        match self {
-            Self::Waiting => None,
-            Self::Leased { destination, .. }
-            | Self::Sent { destination, .. }
-            | Self::Held { destination } => Some(destination),
-        }
-    }
-
-    /// Whether it is in the hands of a replica of the verifier.
-    pub(super) fn is_with(self, team: u16) -> bool {
-        matches!(self, Self::Leased { replica, .. } | Self::Sent { replica, .. } if replica == team)
-    }
-
-    /// The lease under which it is computed.
-    pub(super) fn lease(self) -> Option<u64> {
-        match self {
-            Self::Leased { lease, .. } | Self::Sent { lease, .. } => Some(lease),
-            Self::Waiting | Self::Held { .. } => None,
-        }
-    }
-}
-
-/// A row, and since when it is where it is.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Row {
-    pub(super) state: RowState,
-    pub(super) since_ms: u64,
-    /// FENCE: what was extracted for an earlier lease holds samples that are not in the row any more.
-    valid_from_lease: u64,
-}
-
 impl Engine {
     /// The step that the draft replicas are at, or will be at once they have loaded.
     pub(super) fn base_step(&self) -> Step {
         let saved = self.latest_checkpoint().map(|checkpoint| checkpoint.step);
-        self.seats
-            .iter()
-            .filter(|(seat, state)| seat.role == Role::Draft && state.is_active())
-            .filter_map(|(_, state)| state.state.map(|(step, _)| step))
-            .max()
-            .max(saved)
-            .unwrap_or_default()
+        self.seats.census().furthest().max(saved).unwrap_or_default()
+    }
+
+    /// Steps whose rows are extracted now.
+    pub(super) fn steps_ahead(&self) -> Range<u64> {
+        let base = self.base_step().0;
+        match self.phase {
+            Phase::Closing { .. } => base..base,
+            _ => base..(base + self.settings.prefetch_steps).min(self.total_steps),
+        }
     }
 
     /// Gives rows to replicas of the verifier that have room: those of the next step first, then those ahead, then held-out
@@ -93,88 +42,68 @@ impl Engine {
         if !self.prepared || matches!(self.phase, Phase::Leaving | Phase::Finished) {
             return;
         }
-        let base = self.base_step();
-        while let Some(entry) = self.rows.first_entry()
-            && matches!(entry.key(), RowId::Train { step, .. } if *step < base)
-        {
-            entry.remove();
-        }
-        let last = (base.0 + self.settings.prefetch_steps).min(self.total_steps);
-        let stopping = matches!(self.phase, Phase::Closing { .. });
-        if !stopping && self.held_out.is_empty() && self.all_are_placed(base, Step(last)) {
-            return; // most of the time verifiers have all that there is
-        }
-        if self.free_team().is_none() {
-            return; // or all of them are busy
-        }
-        let mut wanted = Vec::new();
-        for step in (base.0..last).map(Step).filter(|_| !stopping) {
-            for lane in 0..self.settings.lanes {
-                if !self.row_units(step, lane).is_empty() {
-                    wanted.push(RowId::Train { step, lane });
-                }
-            }
-            if step == base && self.rows_since_part >= ROWS_BETWEEN_PARTS {
-                wanted.extend(self.held_out_rows());
-            }
-        }
-        let most = match wanted.is_empty() {
+        let steps = self.steps_ahead();
+        let base = steps.start;
+        self.rows.forget_before(Step(base));
+        // Rows ahead do not keep a part waiting for ever.
+        let is_due = !steps.is_empty() && self.rows_since_part >= ROWS_BETWEEN_PARTS;
+        let most = match self.rows.has_units(steps.clone()) || is_due && self.rows.has_parts() {
             // Nothing is left to train: all may answer.
-            true => usize::MAX,
-            false => self.formed_teams().saturating_sub(1).max(1),
+            false => usize::MAX,
+            true => self.formed_teams().saturating_sub(1).max(1),
         };
-        let mut parts = most.saturating_sub(self.parts_in_work());
-        if parts > 0 {
-            wanted.extend(self.held_out_rows());
-        }
-        for row in wanted {
-            if self.row_state(row) != RowState::Waiting {
-                continue;
+        let mut parts = most.saturating_sub(self.rows.parts_in_work());
+        for step in steps.map(Step) {
+            let mut from = Some(0);
+            while let Some(lane) = from.and_then(|from| self.rows.next_waiting(step, from)) {
+                if self.offer(RowId::Train { step, lane }).is_break() {
+                    return;
+                }
+                from = lane.checked_add(1);
             }
-            let is_part = matches!(row, RowId::HeldOut { .. });
-            if is_part && parts == 0 {
-                continue;
-            }
-            let Some(to) = self.owner_of(row.lane()) else {
-                continue;
-            };
-            let draft = self.seats.get(to);
-            if !matches!(draft.status, Status::Loading | Status::Ready) {
-                continue;
-            }
-            let destination = draft.member(to);
-            let Some(replica) = self.free_team() else {
+            if step.0 == base && is_due && self.offer_parts(&mut parts).is_break() {
                 return;
-            };
-            self.lease(row, replica, destination);
-            if is_part {
-                parts -= 1;
-                self.rows_since_part = 0;
-            } else {
-                self.rows_since_part = self.rows_since_part.saturating_add(1);
             }
         }
+        let _ = self.offer_parts(&mut parts);
     }
 
-    /// Whether no row of some steps waits for a verifier. Looked at with every event, so without a search for each row.
-    fn all_are_placed(&self, from: Step, to: Step) -> bool {
-        if from >= to {
-            return true;
+    /// Gives out so many parts of the held-out prompts; breaks if no verifier has room for more.
+    fn offer_parts(&mut self, parts: &mut usize) -> ControlFlow<()> {
+        let mut from = Some((0, 0));
+        while *parts > 0
+            && let Some((part, lane)) = from.and_then(|from| self.rows.next_waiting_part(from))
+        {
+            if self.offer(RowId::HeldOut { lane, part })? {
+                *parts -= 1;
+            }
+            from = match lane.checked_add(1) {
+                Some(lane) => Some((part, lane)),
+                None => part.checked_add(1).map(|part| (part, 0)),
+            };
         }
-        let planned = self.plans.steps.range(from..to).flat_map(|(_, rows)| rows);
-        let first = |step| RowId::Train { step, lane: 0 };
-        let placed = self.rows.range(first(from)..first(to));
-        planned.filter(|row| !row.is_empty()).count()
-            == placed.filter(|(_, row)| row.state != RowState::Waiting).count()
+        ControlFlow::Continue(())
     }
 
-    /// Parts of the held-out prompts that verifiers work on.
-    fn parts_in_work(&self) -> usize {
-        let is_part = |row: &RowId| matches!(row, RowId::HeldOut { .. });
-        self.rows
-            .iter()
-            .filter(|(row, at)| is_part(row) && matches!(at.state, RowState::Leased { .. }))
-            .count()
+    /// Gives a row out that waits, if its draft seat can take it; whether it did. Breaks if no verifier has room.
+    fn offer(&mut self, row: RowId) -> ControlFlow<(), bool> {
+        let Some(replica) = self.free_team() else {
+            return ControlFlow::Break(());
+        };
+        let Some(to) = self.owner_of(row.lane()) else {
+            return ControlFlow::Continue(false);
+        };
+        let draft = self.seats.get(to);
+        if !matches!(draft.status, Status::Loading | Status::Ready) {
+            return ControlFlow::Continue(false);
+        }
+        let destination = draft.member(to);
+        self.lease(row, replica, destination);
+        self.rows_since_part = match row {
+            RowId::HeldOut { .. } => 0,
+            RowId::Train { .. } => self.rows_since_part.saturating_add(1),
+        };
+        ControlFlow::Continue(true)
     }
 
     fn lease(&mut self, row: RowId, replica: u16, destination: Member) {
@@ -249,7 +178,7 @@ impl Engine {
             replica,
             lease: present,
             destination,
-        } = self.row_state(row)
+        } = self.rows.state(row)
             && all
             && present == lease
         {
@@ -264,14 +193,10 @@ impl Engine {
         }
     }
 
-    fn row_state(&self, row: RowId) -> RowState {
-        self.rows.get(&row).map_or(RowState::Waiting, |row| row.state)
-    }
-
     fn place_row(&mut self, row: RowId, state: RowState) {
-        let valid_from_lease = self.rows.get(&row).map_or(0, |row| row.valid_from_lease);
+        let valid_from_lease = self.rows.get(row).map_or(0, |row| row.valid_from_lease);
         let since_ms = self.now_ms;
-        self.rows.insert(
+        self.rows.put(
             row,
             Row {
                 state,
@@ -283,7 +208,7 @@ impl Engine {
 
     /// A row has other samples than before: what was extracted of it until now is void.
     pub(super) fn void_row(&mut self, row: RowId) {
-        self.rows.insert(
+        self.rows.put(
             row,
             Row {
                 state: RowState::Waiting,
@@ -296,7 +221,7 @@ impl Engine {
     pub(super) fn row_received(&mut self, draft: Seat, generation: Generation, row: RowId, lease: u64) {
         let Some(state) = self
             .rows
-            .get(&row)
+            .get(row)
             .filter(|row| lease >= row.valid_from_lease)
             .map(|row| row.state)
         else {
@@ -328,16 +253,19 @@ impl Engine {
         reason: &str,
     ) {
         // FENCE: the answer to a lease that is over is not heard; each shard that sees what is wrong says so.
-        let is_present = self.row_state(row).lease() == Some(lease);
+        let is_present = self.rows.state(row).lease() == Some(lease);
         if self.answered(verifier, lease).is_none() || !is_present {
             return;
         }
-        let RowId::Train { step, lane } = row else {
-            self.give_back(|other, _| other == row);
-            if self.held_out_refused.insert(row) {
-                self.warn(format!("the {row} is not evaluated: {reason}"));
+        let (step, lane) = match row {
+            RowId::Train { step, lane } => (step, lane),
+            RowId::HeldOut { lane, part } => {
+                self.give_back(|other, _| other == row);
+                if self.rows.refuse(lane, part) {
+                    self.warn(format!("the {row} is not evaluated: {reason}"));
+                }
+                return;
             }
-            return;
         };
         let unit = unit.filter(|unit| self.row_units(step, lane).contains(unit));
         let Some(unit) = unit else {
@@ -384,6 +312,7 @@ impl Engine {
         for row in self.plans.steps.get_mut(&step).into_iter().flatten() {
             row.retain(|other| *other != unit);
         }
+        self.count_plan(step);
         if let Err(error) = self.ledger.advance(unit, UnitState::Quarantined) {
             self.fail(format!(
                 "the ledger does not add up: {error}; this is a defect of eaglet"
@@ -403,8 +332,8 @@ impl Engine {
         let rows: Vec<RowId> = self
             .rows
             .iter()
-            .filter(|&(&id, row)| row.state != RowState::Waiting && which(id, row.state))
-            .map(|(&id, _)| id)
+            .filter(|&(id, row)| row.state != RowState::Waiting && which(id, row.state))
+            .map(|(id, _)| id)
             .collect();
         for row in rows {
             self.place_row(row, RowState::Waiting);
@@ -412,11 +341,6 @@ impl Engine {
                 self.move_units(step, lane, UnitState::Pending);
             }
         }
-    }
-
-    /// Whether a row needs nothing more before it can be computed.
-    pub(super) fn row_is_held(&self, row: RowId) -> bool {
-        matches!(self.row_state(row), RowState::Held { .. })
     }
 
     /// Held-out prompts of a lane: dealt round, as many as fit its rows together with their answers.
@@ -441,22 +365,16 @@ impl Engine {
     }
 
     /// The held-out rows of all lanes that have prompts: the first part of each lane, then the second ones.
-    pub(super) fn held_out_rows(&self) -> Vec<RowId> {
+    pub(super) fn deal_held_out(&self) -> BTreeSet<Part> {
         let parts = |lane| self.held_out_prompts(lane).count().div_ceil(PROMPTS_PER_PART);
-        let mut rows: Vec<RowId> = (0..self
+        (0..self
             .settings
             .lanes
             .min(self.held_out.len().try_into().unwrap_or(u16::MAX)))
             .flat_map(|lane| {
                 let parts = u16::try_from(parts(lane)).unwrap_or(u16::MAX);
-                (0..parts).map(move |part| RowId::HeldOut { lane, part })
+                (0..parts).map(move |part| (part, lane))
             })
-            .filter(|row| !self.held_out_refused.contains(row))
-            .collect();
-        rows.sort_by_key(|row| match *row {
-            RowId::HeldOut { part, lane } => (part, lane),
-            RowId::Train { lane, .. } => (0, lane),
-        });
-        rows
+            .collect()
     }
 }

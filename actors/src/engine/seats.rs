@@ -1,15 +1,17 @@
 //! Who sits where, since when, and what was last heard of them.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use eaglet_runtime::control::{Activity, Beat, BulkAddress, CoordinatorCommand, Member};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, Role, Seat, Step};
 
+use super::census::{Census, Mark, SeatMut};
 use super::{Command, Engine, Outcome, Phase, Settings};
 
 /// What a seat's occupant is up to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Status {
     /// Nobody; somebody will be started.
     Vacant { spawn_at_ms: u64 },
@@ -25,6 +27,13 @@ pub(super) enum Status {
     Leaving,
     /// Nobody, for good: removed, given up, or the run is over.
     Empty,
+}
+
+impl Status {
+    /// Whether the seat is filled, or will be.
+    pub(super) fn is_active(self) -> bool {
+        !matches!(self, Self::Leaving | Self::Empty)
+    }
 }
 
 /// What is known of a seat.
@@ -64,6 +73,8 @@ pub(super) struct SeatState {
     pub(super) first_cause: Option<String>,
     /// The epoch of its group or team that it has joined.
     pub(super) joined: Option<Epoch>,
+    /// Draft only: it is one of the members of the present epoch, from its invitation on.
+    pub(super) is_member: bool,
 }
 
 impl SeatState {
@@ -90,12 +101,13 @@ impl SeatState {
             excused: false,
             first_cause: None,
             joined: None,
+            is_member: false,
         }
     }
 
     /// Whether the seat is filled, or will be.
     pub(super) fn is_active(&self) -> bool {
-        !matches!(self.status, Status::Leaving | Status::Empty)
+        self.status.is_active()
     }
 
     /// Whether its process has attached and goes on.
@@ -138,32 +150,63 @@ impl SeatState {
 /// All seats.
 pub(super) struct Seats {
     seats: BTreeMap<Seat, SeatState>,
+    census: Census,
+    /// Replicas of the verifier that have changed since their teams were looked at.
+    stirred: BTreeSet<u16>,
     last_tick_ms: u64,
 }
 
 impl Seats {
     pub(super) fn new(settings: &Settings, now_ms: u64) -> Self {
-        Self {
-            seats: settings
-                .seats
-                .iter()
-                .map(|&seat| (seat, SeatState::vacant(now_ms)))
-                .collect(),
+        let mut seats = Self {
+            seats: BTreeMap::new(),
+            census: Census::new(settings.shards()),
+            stirred: BTreeSet::new(),
             last_tick_ms: now_ms,
+        };
+        for &seat in &settings.seats {
+            seats.open(seat, now_ms);
         }
+        seats
+    }
+
+    /// How many seats stand how.
+    pub(super) fn census(&self) -> &Census {
+        &self.census
     }
 
     /// Makes a seat, or one that is empty for good available again.
     pub(super) fn open(&mut self, seat: Seat, now_ms: u64) {
-        let state = self
-            .seats
-            .entry(seat)
-            .or_insert_with(|| SeatState::vacant(now_ms));
-        if state.status == Status::Empty {
-            state.vacate(now_ms, now_ms);
-            state.restarts.clear();
-            state.first_cause = None;
+        match self.seats.entry(seat) {
+            Entry::Vacant(entry) => {
+                let state = entry.insert(SeatState::vacant(now_ms));
+                self.census.count(seat, None, Some(Mark::of(seat, state)));
+                self.stirred.extend(self.census.replica_of(seat));
+            }
+            Entry::Occupied(_) => {
+                let mut state = self.get_mut(seat);
+                if state.status == Status::Empty {
+                    state.vacate(now_ms, now_ms);
+                    state.restarts.clear();
+                    state.first_cause = None;
+                }
+            }
         }
+    }
+
+    /// A replica's team is to be looked at again.
+    pub(super) fn stir(&mut self, replica: u16) {
+        self.stirred.insert(replica);
+    }
+
+    /// Replicas that have changed since this was last asked, ascending.
+    pub(super) fn take_stirred(&mut self) -> BTreeSet<u16> {
+        std::mem::take(&mut self.stirred)
+    }
+
+    /// Whether a replica's team is to be looked at again.
+    pub(super) fn is_stirred(&self, replica: u16) -> bool {
+        self.stirred.contains(&replica)
     }
 
     /// Seats of a role that are filled, or will be.
@@ -182,10 +225,12 @@ impl Seats {
         &self.seats[&seat]
     }
 
-    pub(super) fn get_mut(&mut self, seat: Seat) -> &mut SeatState {
-        self.seats
+    pub(super) fn get_mut(&mut self, seat: Seat) -> SeatMut<'_> {
+        let state = self
+            .seats
             .get_mut(&seat)
-            .expect("seats are never taken out of the map they came from")
+            .expect("seats are never taken out of the map they came from");
+        SeatMut::new(seat, state, &mut self.census, &mut self.stirred)
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (Seat, &SeatState)> {
@@ -207,7 +252,7 @@ impl Seats {
         now_ms: u64,
     ) {
         if self.is_current(seat, generation) {
-            let state = self.get_mut(seat);
+            let mut state = self.get_mut(seat);
             if state.status == Status::Starting {
                 state.status = Status::Attached;
                 state.since_ms = now_ms;
@@ -219,7 +264,7 @@ impl Seats {
     }
 
     pub(super) fn beat(&mut self, seat: Seat, beat: Beat, now_ms: u64) {
-        let state = self.get_mut(seat);
+        let mut state = self.get_mut(seat);
         state.last_heard_ms = now_ms;
         state.beat = Some(beat);
     }
@@ -257,18 +302,16 @@ impl Engine {
             return;
         }
         let now_ms = self.now_ms;
-        let due: Vec<Seat> = self
-            .seats
-            .iter()
-            .filter(|(_, s)| matches!(s.status, Status::Vacant { spawn_at_ms } if spawn_at_ms <= now_ms))
-            .filter(|&(seat, _)| self.hosts.is_here(seat))
-            .map(|(seat, _)| seat)
-            .collect();
-        for seat in due {
-            let state = self.seats.get_mut(seat);
+        for seat in self.seats.census().due(now_ms) {
+            // HOSTS-1
+            if !self.hosts.is_here(seat) {
+                continue;
+            }
+            let mut state = self.seats.get_mut(seat);
             state.status = Status::Starting;
             state.since_ms = now_ms;
             let generation = state.generation;
+            drop(state);
             self.commands.push(Command::Spawn { seat, generation });
         }
     }
@@ -296,7 +339,7 @@ impl Engine {
             return;
         }
         let now_ms = self.now_ms;
-        let state = self.seats.get_mut(seat);
+        let mut state = self.seats.get_mut(seat);
         if state.status == Status::Loading {
             state.status = Status::Ready;
             state.since_ms = now_ms;
@@ -311,6 +354,7 @@ impl Engine {
         // If the coordinator itself was held up, beats wait in its queues: nobody is blamed for that time.
         let held_up_ms = since_last_ms.saturating_sub(self.settings.dead_after_ms / 4);
         let mut late = Vec::new();
+        // Times that move are nothing that the census counts.
         for (&seat, state) in &mut self.seats.seats {
             if held_up_ms > 0 {
                 state.last_heard_ms += held_up_ms;
@@ -392,16 +436,16 @@ impl Engine {
         if self.phase != Phase::Leaving {
             return;
         }
-        let stayed: Vec<Seat> = self
-            .seats
-            .iter()
-            .filter(|(_, s)| s.status != Status::Empty)
-            .map(|(seat, _)| seat)
-            .collect();
-        if !stayed.is_empty() {
+        if self.seats.census().somebody_is_left() {
             if self.now_ms < self.leaving_since_ms + self.settings.leave_timeout_ms {
                 return;
             }
+            let stayed: Vec<Seat> = self
+                .seats
+                .iter()
+                .filter(|(_, s)| s.status != Status::Empty)
+                .map(|(seat, _)| seat)
+                .collect();
             for seat in stayed {
                 self.kill(seat, "it did not leave in time");
             }

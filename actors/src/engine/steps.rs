@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use eaglet_runtime::collective::SumMode;
 use eaglet_runtime::control::{Acceptance, Activity, CoordinatorCommand, LaneMetrics};
 use eaglet_runtime::digest::Digest;
-use eaglet_runtime::ids::{Epoch, RowId, Seat, Step};
+use eaglet_runtime::ids::{Epoch, Seat, Step};
 
 use super::ledger::UnitState;
 use super::{Command, CommittedStep, Engine, KnownCheckpoint, Outcome, Phase, StepReport};
@@ -122,9 +122,8 @@ impl Engine {
     fn settle(&mut self, at: Step) -> bool {
         let drained = matches!(self.phase, Phase::Closing { drained: true });
         let measured = self.evaluated.as_ref().is_some_and(|(step, _)| *step == at);
-        let rows = self.held_out_rows();
-        if !drained && !measured && !rows.is_empty() {
-            if rows.iter().all(|&row| self.row_is_held(row)) {
+        if !drained && !measured && self.rows.has_parts() {
+            if self.rows.all_parts_held() {
                 self.evaluate(at);
             }
             false
@@ -160,13 +159,12 @@ impl Engine {
 
     fn evaluation_is_due(&self, at: Step) -> bool {
         let every = self.settings.evaluate_every_steps;
-        let rows = self.held_out_rows();
         every > 0
             && at.0.is_multiple_of(every)
             && at == self.committed
             && self.evaluated.as_ref().is_none_or(|(step, _)| *step != at)
-            && !rows.is_empty()
-            && rows.iter().all(|&row| self.row_is_held(row))
+            && self.rows.has_parts()
+            && self.rows.all_parts_held()
     }
 
     fn save(&mut self) {
@@ -199,7 +197,8 @@ impl Engine {
         if let [.., keep, _] = self.checkpoints.as_slice() {
             let keep = keep.step;
             self.history.retain(|&step, _| step >= keep);
-            self.plans.steps.retain(|&step, _| step >= keep);
+            self.plans.steps = self.plans.steps.split_off(&keep);
+            self.rows.unplan_before(keep);
         }
         self.notice(format!("checkpoint of step {step} is written"));
         self.append(Record::Checkpointed { step, state, folder }, true);
@@ -207,9 +206,9 @@ impl Engine {
 
     fn evaluate(&mut self, at: Step) {
         let seats: BTreeSet<u16> = self
-            .held_out_rows()
-            .into_iter()
-            .filter_map(|row| Some(self.owner_of(row.lane())?.index))
+            .rows
+            .parts()
+            .filter_map(|(_, lane)| Some(self.owner_of(lane)?.index))
             .collect();
         for &seat in &seats {
             self.send(Seat::draft(seat), CoordinatorCommand::Evaluate);
@@ -245,18 +244,10 @@ impl Engine {
     }
 
     fn begin(&mut self, step: Step) {
-        if !self.plans.steps.contains_key(&step) {
+        if !self.plans.steps.contains_key(&step) || !self.rows.all_held(step) {
             return;
         }
-        let lanes: Vec<u16> = (0..self.settings.lanes)
-            .filter(|&lane| !self.row_units(step, lane).is_empty())
-            .collect();
-        if !lanes
-            .iter()
-            .all(|&lane| self.row_is_held(RowId::Train { step, lane }))
-        {
-            return;
-        }
+        let lanes: Vec<u16> = self.rows.lanes(step).collect();
         if lanes.is_empty() {
             self.plan_again(step);
             return;
@@ -276,13 +267,13 @@ impl Engine {
 
     pub(super) fn staged(&mut self, seat: Seat, epoch: Epoch, at: Step, vote: Staged) {
         // FENCE: a vote counts in its own epoch only.
-        if epoch != self.epoch {
+        if epoch != self.epoch || !self.is_member(seat) {
             return;
         }
         let StepPhase::Running { step, staged, .. } = &mut self.step_phase else {
             return;
         };
-        if *step != at || !self.members.contains(&seat.index) {
+        if *step != at {
             return;
         }
         staged.insert(seat.index, vote);
@@ -441,7 +432,7 @@ impl Engine {
     }
 
     pub(super) fn applied(&mut self, seat: Seat, step: Step, state: Digest) {
-        let occupant = self.seats.get_mut(seat);
+        let mut occupant = self.seats.get_mut(seat);
         // What is said twice, or of an earlier step, changes nothing.
         let expected = occupant.state.map(|(step, _)| step.next()) == Some(step);
         if occupant.applying_since_ms.is_none() || !expected {
@@ -449,18 +440,20 @@ impl Engine {
         }
         occupant.applying_since_ms = None;
         occupant.state = Some((step, state));
-        let done = self
-            .members()
-            .all(|seat| self.seats.get(seat).applying_since_ms.is_none());
-        if done && matches!(self.step_phase, StepPhase::Applying) {
+        drop(occupant);
+        if matches!(self.step_phase, StepPhase::Applying) && !self.seats.census().a_member_applies() {
             self.step_phase = StepPhase::Idle;
         }
     }
 
     /// Seats that keep a step waiting for longer than they may: a limit for each of the lanes that its slowest member has.
     pub(super) fn late_in_step(&self) -> Vec<Seat> {
-        let lanes = self.members().map(|seat| self.lanes_of(seat).count()).max();
-        let limit_ms = self.settings.step_timeout_ms * lanes.unwrap_or(1).max(1) as u64;
+        let mut lanes: BTreeMap<u16, u64> = BTreeMap::new();
+        for owner in self.owners.iter().flatten() {
+            *lanes.entry(*owner).or_default() += 1;
+        }
+        let most = self.members.iter().filter_map(|seat| lanes.get(seat)).max();
+        let limit_ms = self.settings.step_timeout_ms * most.copied().unwrap_or(1);
         let late = |since_ms: u64| self.now_ms > since_ms + limit_ms;
         let mut seats: Vec<Seat> = self
             .seats

@@ -9,6 +9,7 @@
 //! their weights.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::{Deref, DerefMut};
 
 use eaglet_runtime::control::{CoordinatorCommand, Member, Turn};
 use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat};
@@ -22,7 +23,7 @@ const PATIENCE_WITH_WORK: u64 = 4;
 
 /// How far a team is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stage {
+pub(super) enum Stage {
     /// Not all members are there.
     Apart,
     /// They were told to link up.
@@ -42,9 +43,9 @@ struct Lease {
 
 /// A replica of the verifier.
 #[derive(Clone, Debug)]
-struct Team {
-    epoch: Epoch,
-    stage: Stage,
+pub(super) struct Team {
+    pub(super) epoch: Epoch,
+    pub(super) stage: Stage,
     /// Rows in work, by the number of their lease.
     leases: BTreeMap<u64, Lease>,
     /// Work given in this epoch.
@@ -56,6 +57,15 @@ struct Team {
 }
 
 impl Team {
+    pub(super) fn rows_in_work(&self) -> usize {
+        self.leases.len()
+    }
+
+    /// Rows in work, if it is formed.
+    fn load(&self) -> Option<usize> {
+        (self.stage == Stage::Formed).then(|| self.rows_in_work())
+    }
+
     /// TEAM-3
     fn next_turn(&mut self) -> Turn {
         let turn = Turn {
@@ -71,18 +81,65 @@ impl Team {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Teams {
     by_replica: BTreeMap<u16, Team>,
-    /// Number of seats when there was last a team for each replica.
-    complete_for: usize,
+    /// Those that are formed, by the rows that they have in work.
+    by_load: BTreeSet<(usize, u16)>,
+}
+
+/// A team that is being changed: it is filed again when this is dropped.
+struct TeamMut<'a> {
+    replica: u16,
+    load: Option<usize>,
+    team: &'a mut Team,
+    by_load: &'a mut BTreeSet<(usize, u16)>,
+}
+
+impl Deref for TeamMut<'_> {
+    type Target = Team;
+
+    fn deref(&self) -> &Team {
+        self.team
+    }
+}
+
+impl DerefMut for TeamMut<'_> {
+    fn deref_mut(&mut self) -> &mut Team {
+        self.team
+    }
+}
+
+impl Drop for TeamMut<'_> {
+    fn drop(&mut self) {
+        let load = self.team.load();
+        if load == self.load {
+            return;
+        }
+        if let Some(load) = self.load {
+            self.by_load.remove(&(load, self.replica));
+        }
+        if let Some(load) = load {
+            self.by_load.insert((load, self.replica));
+        }
+    }
 }
 
 impl Teams {
-    fn all_formed(&self) -> bool {
-        self.by_replica.values().all(|team| team.stage == Stage::Formed)
+    pub(super) fn get(&self, replica: u16) -> Option<&Team> {
+        self.by_replica.get(&replica)
+    }
+
+    fn get_mut(&mut self, replica: u16) -> Option<TeamMut<'_>> {
+        let team = self.by_replica.get_mut(&replica)?;
+        Some(TeamMut {
+            replica,
+            load: team.load(),
+            team,
+            by_load: &mut self.by_load,
+        })
     }
 
     /// A lease needs no answer any more.
     pub(super) fn forget(&mut self, replica: u16, lease: u64, now_ms: u64) {
-        if let Some(team) = self.by_replica.get_mut(&replica)
+        if let Some(mut team) = self.get_mut(replica)
             && team.leases.remove(&lease).is_some()
         {
             team.progress_ms = now_ms;
@@ -161,14 +218,9 @@ impl Engine {
         if matches!(self.phase, Phase::Leaving | Phase::Finished) {
             return;
         }
-        // With every event, so not without a need: all are formed, and no seat has come since.
-        let seats = self.seats.iter().count();
-        if self.teams.complete_for == seats && self.teams.all_formed() {
-            return;
-        }
-        self.teams.complete_for = seats;
         let (first, now_ms) = (Epoch::first_of(self.launch), self.now_ms);
-        for replica in self.replicas() {
+        // A team comes on only when one of its seats changes, or its own stage.
+        for replica in self.seats.take_stirred() {
             let team = self.teams.by_replica.entry(replica).or_insert_with(|| Team {
                 epoch: first,
                 stage: Stage::Apart,
@@ -205,7 +257,7 @@ impl Engine {
 
     /// The first work of each epoch: nobody trains on the states of shards that do not fit together.
     fn check_team(&mut self, replica: u16) {
-        let Some(turn) = self.teams.by_replica.get_mut(&replica).map(Team::next_turn) else {
+        let Some(turn) = self.teams.get_mut(replica).map(|mut team| team.next_turn()) else {
             return;
         };
         for seat in self.seats_of_replica(replica) {
@@ -215,10 +267,11 @@ impl Engine {
 
     fn set_stage(&mut self, replica: u16, stage: Stage) {
         let now_ms = self.now_ms;
-        if let Some(team) = self.teams.by_replica.get_mut(&replica) {
+        if let Some(mut team) = self.teams.get_mut(replica) {
             team.stage = stage;
             team.progress_ms = now_ms;
         }
+        self.seats.stir(replica);
     }
 
     fn invite_team(&mut self, replica: u16, epoch: Epoch) {
@@ -241,7 +294,7 @@ impl Engine {
 
     /// TEAM-2: the present epoch of a team is over.
     pub(super) fn disband(&mut self, replica: u16) {
-        let Some(team) = self.teams.by_replica.get_mut(&replica) else {
+        let Some(mut team) = self.teams.get_mut(replica) else {
             return;
         };
         if team.stage == Stage::Apart {
@@ -256,6 +309,8 @@ impl Engine {
             progress_ms: self.now_ms,
             broken_link: None,
         };
+        drop(team);
+        self.seats.stir(replica);
         self.give_back(|_, state| state.is_with(replica));
         for seat in self.seats_of_replica(replica) {
             let stays = |state: &SeatState| state.status == Status::Ready && !state.removed;
@@ -267,11 +322,7 @@ impl Engine {
 
     /// How many teams work.
     pub(super) fn formed_teams(&self) -> usize {
-        self.teams
-            .by_replica
-            .values()
-            .filter(|team| team.stage == Stage::Formed)
-            .count()
+        self.teams.by_load.len()
     }
 
     /// A team that can take another row: the one with the fewest in work.
@@ -280,18 +331,10 @@ impl Engine {
     pub(super) fn free_team(&self) -> Option<u16> {
         let most = usize::from(self.settings.pipeline) + 1;
         let heard = |state: &SeatState| self.now_ms < state.last_heard_ms + self.settings.suspect_after_ms;
-        let mut best: Option<(usize, u16)> = None;
-        for (&replica, team) in &self.teams.by_replica {
-            let load = team.leases.len();
-            let is_better = load < best.map_or(most, |(load, _)| load);
-            if team.stage == Stage::Formed && is_better && self.all_of_replica(replica, heard) {
-                best = Some((load, replica));
-                if load == 0 {
-                    break;
-                }
-            }
-        }
-        best.map(|(_, replica)| replica)
+        let mut with_room = self.teams.by_load.range(..(most, 0));
+        with_room
+            .find(|&&(_, replica)| self.all_of_replica(replica, heard))
+            .map(|&(_, replica)| replica)
     }
 
     /// TEAM-3: the next row of a team. To be called for one that is formed.
@@ -300,7 +343,7 @@ impl Engine {
             .seats_of_replica(replica)
             .map(|seat| (seat, self.seats.get(seat).generation))
             .collect();
-        let team = self.teams.by_replica.get_mut(&replica)?;
+        let mut team = self.teams.get_mut(replica)?;
         let turn = team.next_turn();
         let lease_of_all = Lease {
             row,
@@ -314,13 +357,13 @@ impl Engine {
     /// A member is done with a row; whether all of them are. TEAM-2: `None` if the lease is over.
     pub(super) fn answered(&mut self, seat: Seat, lease: u64) -> Option<bool> {
         let replica = self.replica_of(seat);
-        let team = self.teams.by_replica.get_mut(&replica)?;
+        let mut team = self.teams.get_mut(replica)?;
         let known = team.leases.get_mut(&lease)?;
         if !known.unanswered.remove(&seat.index) {
             return None; // said twice
         }
-        team.progress_ms = self.now_ms;
         let all = known.unanswered.is_empty();
+        team.progress_ms = self.now_ms;
         if all {
             team.leases.remove(&lease);
         }

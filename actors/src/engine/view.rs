@@ -7,7 +7,7 @@ use eaglet_runtime::control::Beat;
 use eaglet_runtime::ids::{Epoch, Generation, Role, Seat};
 use eaglet_runtime::verifier::Shard;
 
-use super::router::RowState;
+use super::rows::RowState;
 use super::seats::Status;
 use super::{Engine, LedgerCounts, Phase};
 
@@ -136,8 +136,8 @@ impl Engine {
     /// Rows that are being extracted, on their way, or waiting at a draft replica.
     pub fn rows_under_way(&self) -> usize {
         self.rows
-            .values()
-            .filter(|row| row.state != RowState::Waiting)
+            .iter()
+            .filter(|(_, row)| row.state != RowState::Waiting)
             .count()
     }
 }

@@ -212,6 +212,7 @@ impl<D: Device> Replica<D> {
         // Every step is one update.
         self.optimizer.updates = step.0;
         self.step = step;
+        self.draft.parameters_changed();
         self.digest = self.compute_digest();
     }
 
@@ -420,6 +421,7 @@ impl<D: Device> Replica<D> {
             self.host_gradient = std::mem::take(&mut self.gradient).into_vec();
         }
         self.step = self.step.next();
+        self.draft.parameters_changed();
         self.digest = self.compute_digest();
         Ok(())
     }

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 
 use super::driver::CudaError;
 use super::nvrtc::Nvrtc;
+use crate::cache_files::{self, refused};
 use crate::digest::Digest;
 
 /// The variable that names the folder of compiled kernels.
@@ -55,16 +56,8 @@ pub enum Origin {
 impl KernelCache {
     /// The folder in [`CACHE_VARIABLE`], or `eaglet/kernels` in the user's cache folder; none if the user has none.
     pub fn here() -> Self {
-        let named = std::env::var_os(CACHE_VARIABLE).filter(|folder| !folder.is_empty());
-        let home = |variable: &str, below: &str| {
-            let root = std::env::var_os(variable).filter(|root| !root.is_empty())?;
-            Some(Path::new(&root).join(below).join("eaglet/kernels"))
-        };
         Self {
-            folder: named
-                .map(PathBuf::from)
-                .or_else(|| home("XDG_CACHE_HOME", ""))
-                .or_else(|| home("HOME", ".cache")),
+            folder: cache_files::folder(CACHE_VARIABLE, "kernels"),
         }
     }
 
@@ -116,10 +109,6 @@ fn key(source: &Source<'_>, (major, minor): (u32, u32)) -> Digest {
     Digest::of(&bytes)
 }
 
-fn refused(why: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, why.to_owned())
-}
-
 fn read(file: &Path, key: Digest) -> io::Result<Vec<u8>> {
     let file = std::fs::File::open(file)?;
     let len = file.metadata()?.len();
@@ -148,20 +137,11 @@ fn header(key: Digest, code: &[u8]) -> Vec<u8> {
 }
 
 fn write(file: &Path, key: Digest, code: &[u8]) -> io::Result<()> {
-    let folder = file.parent().ok_or_else(|| refused("no folder"))?;
-    std::fs::create_dir_all(folder)?;
-    let partial = file.with_extension(format!("{}.partial", std::process::id()));
-    let written = std::fs::File::create(&partial).and_then(|mut out| {
+    let written = cache_files::write_beside(file, |out| {
         out.write_all(&header(key, code))?;
-        out.write_all(code)?;
-        out.sync_all()?;
-        std::fs::rename(&partial, file)
+        out.write_all(code)
     });
-    if written.is_err() {
-        // Nothing more can be done about what is left of it.
-        let _ = std::fs::remove_file(&partial);
-    }
-    written
+    written.map(drop)
 }
 
 #[cfg(test)]

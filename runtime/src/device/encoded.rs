@@ -182,5 +182,9 @@ pub enum Kept {
     Cuda(GpuMatrix),
 }
 
+/// What a device has prepared of a right operand, if it gains by that.
+#[derive(Debug, Default)]
+pub struct Prepared(pub(super) Option<PackedMatrix>);
+
 /// A place for what a device keeps, filled once.
 pub type Keep = OnceLock<Kept>;

@@ -32,14 +32,14 @@ pub use calibration::ProductRates;
 pub use checksum::checksum;
 pub(crate) use cpu::widen_bf16;
 pub use cpu::{Cpu, NoAmx, PackedMatrix, ThreadsError};
-pub use encoded::{Encoded, EncodedForm, FloatKind, Keep, Kept, Plane, RowSteps};
+pub use encoded::{Encoded, EncodedForm, FloatKind, Keep, Kept, Plane, Prepared, RowSteps};
 pub use floats::{Buffer, Floats, FloatsMut};
 pub use limits::{DeviceLimits, MachineLimits};
 pub use matrix::{Elements, HostMatrix, HostMatrixMut, Matrix, MatrixMut, MatrixMutOf, MatrixOf};
 pub use products::{ProductKernel, Products};
 pub use rotary::{Pairing, RotaryTable, Turn};
 pub use routing::{ExpertGroups, Routing, Scoring};
-pub use stored::StoredMatrix;
+pub use stored::{EachMatrix, StoredMatrix, WeightUse};
 pub use timed::{OperationKind, Spent, Timed, Watch};
 
 use crate::contract::HiddenDtype;
@@ -198,10 +198,37 @@ pub trait Device: Send + Sync + 'static {
     /// ([`StoredMatrix::kept`]). Products with them are the same before and after; who does not ask pays at the first one.
     fn keep(&self, _weights: &dyn StoredMatrix) {}
 
+    /// [`Self::keep`] for all weights of a model.
+    fn keep_all(&self, each: &mut EachMatrix<'_>) {
+        each(&mut |weights, _| self.keep(weights));
+    }
+
     /// `c = alpha · a·b`, or `c += alpha · a·b` with `accumulate`; `c` `[m, n]`, `a` `[m, k]`, `b` `[k, n]`.
     ///
     /// Transposes are views: [`Matrix::transposed`]. The sum over k runs in fixed blocks.
     fn gemm(&self, c: MatrixMut<'_>, a: Matrix<'_>, b: Matrix<'_>, alpha: f32, accumulate: bool);
+
+    /// Whether [`Self::prepare`] does anything.
+    fn prepares(&self) -> bool {
+        false
+    }
+
+    /// Brings the right operand `b` `[k, n]` of several products into the form that they go through fastest, if there is one,
+    /// in the memory of what was prepared before if that had its shape. It is what `b` is now, not what it becomes.
+    fn prepare(&self, _prepared: &mut Prepared, _b: Matrix<'_>) {}
+
+    /// [`Device::gemm`] with what was prepared of `b`: the same bits.
+    fn gemm_prepared(
+        &self,
+        c: MatrixMut<'_>,
+        a: Matrix<'_>,
+        b: Matrix<'_>,
+        _prepared: &Prepared,
+        alpha: f32,
+        accumulate: bool,
+    ) {
+        self.gemm(c, a, b, alpha, accumulate);
+    }
 
     /// `c = a·wᵀ`, or `c += a·wᵀ` with `accumulate`; `c` `[m, n]`, `a` `[m, k]`, `weights` `[n, k]`.
     ///

@@ -6,6 +6,19 @@ use std::ops::Range;
 use half::bf16;
 
 use super::{Encoded, HostMatrix, Keep};
+use crate::digest::Digest;
+
+/// What weights are read for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightUse {
+    /// For products, and perhaps rows of it, too.
+    Products,
+    /// For single rows only.
+    Rows,
+}
+
+/// Shows all matrices of a model, one after the other, in the same order each time.
+pub type EachMatrix<'a> = dyn FnMut(&mut dyn FnMut(&dyn StoredMatrix, WeightUse)) + 'a;
 
 /// A read-only matrix that may be packed.
 pub trait StoredMatrix: Send + Sync + fmt::Debug {
@@ -31,6 +44,12 @@ pub trait StoredMatrix: Send + Sync + fmt::Debug {
     /// A place where a device may keep the matrix: a GPU in the form that it is stored in; the AMX unit what is stored as
     /// plain floats, in the form that it multiplies fastest, which takes as much memory as the matrix in bf16.
     fn kept(&self) -> Option<&Keep> {
+        None
+    }
+
+    /// A digest of everything that decides its values, without a look at them: the files that they come from, as those were
+    /// when they were mapped, and the part. `None` if they come from elsewhere.
+    fn identity(&self) -> Option<Digest> {
         None
     }
 

@@ -7,8 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use super::{
-    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Buffer, Device, Floats, FloatsMut, Gate,
-    Matrix, MatrixMut, Products, RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow, Turn,
+    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Buffer, Device, EachMatrix, Floats,
+    FloatsMut, Gate, Matrix, MatrixMut, Prepared, Products, RotaryTable, Routing, RowLoss, StoredMatrix,
+    TargetRow, Turn,
 };
 use crate::contract::HiddenDtype;
 use crate::cuda::{Arrival, InFlight};
@@ -241,8 +242,36 @@ impl<D: Device> Device for Timed<D> {
         });
     }
 
+    fn prepares(&self) -> bool {
+        self.within.prepares()
+    }
+
+    fn prepare(&self, prepared: &mut Prepared, b: Matrix<'_>) {
+        let work = pass(b.rows * b.cols);
+        self.time(OperationKind::Elementwise, work, |d| d.prepare(prepared, b));
+    }
+
+    fn gemm_prepared(
+        &self,
+        c: MatrixMut<'_>,
+        a: Matrix<'_>,
+        b: Matrix<'_>,
+        prepared: &Prepared,
+        alpha: f32,
+        accumulate: bool,
+    ) {
+        let work = product(c.rows, c.cols, a.cols);
+        self.time(OperationKind::Product, work, |d| {
+            d.gemm_prepared(c, a, b, prepared, alpha, accumulate)
+        });
+    }
+
     fn keep(&self, weights: &dyn StoredMatrix) {
         self.within.keep(weights);
+    }
+
+    fn keep_all(&self, each: &mut EachMatrix<'_>) {
+        self.within.keep_all(each);
     }
 
     fn gemm_stored(&self, c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn StoredMatrix, accumulate: bool) {

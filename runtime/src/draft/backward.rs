@@ -113,13 +113,19 @@ impl<D: Device> Pass<'_, D> {
 
         let output = Matrix::new(d.output.part(rows.clone()), r, h);
         let weight = Matrix::new(self.parameters.part(places.down.clone()), h, i);
-        device.gemm(MatrixMut::new(&mut d.product, r, i), output, weight, 1.0, false);
+        let product = MatrixMut::new(&mut d.product, r, i);
+        self.operands
+            .down
+            .backward(device, product, output, weight, false);
         let (mut gate, mut up) = (a.gate.part_mut(wide.clone()), a.up.part_mut(wide.clone()));
         device.swiglu_backward(gate.reborrow(), up.reborrow(), d.product.floats());
-        for (place, delta, accumulate) in [(&places.gate, gate, false), (&places.up, up, true)] {
+        for (operand, place, delta, accumulate) in [
+            (&self.operands.gate, &places.gate, gate, false),
+            (&self.operands.up, &places.up, up, true),
+        ] {
             let weight = Matrix::new(self.parameters.part(place.clone()), i, h);
             let out = MatrixMut::new(&mut d.middle_norm, r, h);
-            device.gemm(out, Matrix::new(&delta, r, i), weight, 1.0, accumulate);
+            operand.backward(device, out, Matrix::new(&delta, r, i), weight, accumulate);
         }
         device.assign(d.middle.part_mut(rows.clone()), d.output.part(rows.clone()));
         let norm = Norm {
@@ -141,13 +147,8 @@ impl<D: Device> Pass<'_, D> {
         let (r, h) = (sizes.active, sizes.hidden);
         let weight = Matrix::new(self.parameters.part(places.o.clone()), h, sizes.query);
         let middle = Matrix::new(d.middle.part(sizes.of_step(step, h)), r, h);
-        device.gemm(
-            MatrixMut::new(&mut d.attention, r, sizes.query),
-            middle,
-            weight,
-            1.0,
-            false,
-        );
+        let attention = MatrixMut::new(&mut d.attention, r, sizes.query);
+        self.operands.o.backward(device, attention, middle, weight, false);
         let shared = sizes.positions * sizes.key;
         let queries = sizes.of_step(step, sizes.query);
         let inputs = AttentionInputs {
@@ -236,26 +237,29 @@ impl<D: Device> Pass<'_, D> {
             token_rows,
             MatrixMut::new(&mut d.token_q, sizes.tokens(), sizes.query),
         );
-        device.gemm(
-            MatrixMut::new(&mut d.hidden_norm, r, h),
-            dq,
-            weight(&places.q),
-            1.0,
-            false,
-        );
+        let out = MatrixMut::new(&mut d.hidden_norm, r, h);
+        self.operands
+            .q
+            .backward(device, out, dq, weight(&places.q), false);
         if self.core.spec.norm_before_residual {
             device.add(d.hidden_norm.floats_mut(), d.middle.part(rows.clone()));
         }
         let keys = sizes.keys_of_step(step);
         let stacks = [
-            (&places.k, d.k.part(keys.clone()), &mut d.token_k),
-            (&places.v, d.v.part(keys), &mut d.token_v),
+            (
+                &self.operands.k,
+                &places.k,
+                d.k.part(keys.clone()),
+                &mut d.token_k,
+            ),
+            (&self.operands.v, &places.v, d.v.part(keys), &mut d.token_v),
         ];
-        for (i, (place, delta, tokens)) in stacks.into_iter().enumerate() {
+        for (i, (operand, place, delta, tokens)) in stacks.into_iter().enumerate() {
             if step == 0 {
                 device.add(tokens.part_mut(0..t * sizes.key), delta);
                 let out = MatrixMut::new(&mut d.first_norm, t, h);
-                device.gemm(out, Matrix::new(delta, t, sizes.key), weight(place), 1.0, i > 0);
+                let delta = Matrix::new(delta, t, sizes.key);
+                operand.backward(device, out, delta, weight(place), i > 0);
             } else {
                 let delta = Matrix::new(delta, r, sizes.key);
                 device.scatter_add(
@@ -263,13 +267,8 @@ impl<D: Device> Pass<'_, D> {
                     token_rows,
                     MatrixMut::new(tokens, sizes.tokens(), sizes.key),
                 );
-                device.gemm(
-                    MatrixMut::new(&mut d.hidden_norm, r, h),
-                    delta,
-                    weight(place),
-                    1.0,
-                    true,
-                );
+                let out = MatrixMut::new(&mut d.hidden_norm, r, h);
+                operand.backward(device, out, delta, weight(place), true);
             }
         }
         if step > 0 {

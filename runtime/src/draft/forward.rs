@@ -163,44 +163,30 @@ impl<D: Device> Pass<'_, D> {
         }
         let hidden = Matrix::new(a.hidden_norm.part(rows), r, h);
         let token_rows = &self.plan.token_rows[sizes.of_step(step, 1)];
-        let weight = |place: &std::ops::Range<usize>| {
-            half(self.parameters.part(place.clone()), h, Half::Hidden).transposed()
-        };
+        let weight =
+            |place: &std::ops::Range<usize>| half(self.parameters.part(place.clone()), h, Half::Hidden);
         let mut q = a.q.part_mut(sizes.of_step(step, sizes.query));
         let shared = Matrix::new(&a.token_q, sizes.tokens(), sizes.query);
         device.gather(shared, token_rows, MatrixMut::new(&mut q, r, sizes.query));
-        device.gemm(
-            MatrixMut::new(&mut q, r, sizes.query),
-            hidden,
-            weight(&places.q),
-            1.0,
-            true,
-        );
-        for (place, tokens, stack) in [
-            (&places.k, &a.token_k, &mut a.k),
-            (&places.v, &a.token_v, &mut a.v),
+        let out = MatrixMut::new(&mut q, r, sizes.query);
+        self.operands
+            .q
+            .forward(device, out, hidden, weight(&places.q), true);
+        for (operand, place, tokens, stack) in [
+            (&self.operands.k, &places.k, &a.token_k, &mut a.k),
+            (&self.operands.v, &places.v, &a.token_v, &mut a.v),
         ] {
             let mut out = stack.part_mut(sizes.keys_of_step(step));
             if step == 0 {
                 device.assign(out.reborrow(), tokens.part(0..t * sizes.key));
                 let all = Matrix::new(&a.first_norm, t, h);
-                device.gemm(
-                    MatrixMut::new(&mut out, t, sizes.key),
-                    all,
-                    weight(place),
-                    1.0,
-                    true,
-                );
+                let out = MatrixMut::new(&mut out, t, sizes.key);
+                operand.forward(device, out, all, weight(place), true);
             } else {
                 let shared = Matrix::new(tokens, sizes.tokens(), sizes.key);
                 device.gather(shared, token_rows, MatrixMut::new(&mut out, r, sizes.key));
-                device.gemm(
-                    MatrixMut::new(&mut out, r, sizes.key),
-                    hidden,
-                    weight(place),
-                    1.0,
-                    true,
-                );
+                let out = MatrixMut::new(&mut out, r, sizes.key);
+                operand.forward(device, out, hidden, weight(place), true);
             }
         }
     }
@@ -277,9 +263,10 @@ impl<D: Device> Pass<'_, D> {
             out.reborrow(),
             a.lse.part_mut(sizes.of_step(step, self.core.spec.heads)),
         );
-        let weight = Matrix::new(self.parameters.part(places.o.clone()), h, sizes.query).transposed();
+        let weight = Matrix::new(self.parameters.part(places.o.clone()), h, sizes.query);
         let middle = MatrixMut::new(a.middle.part_mut(sizes.of_step(step, h)), r, h);
-        device.gemm(middle, Matrix::new(&out, r, sizes.query), weight, 1.0, true);
+        let out = Matrix::new(&out, r, sizes.query);
+        self.operands.o.forward(device, middle, out, weight, true);
     }
 
     /// The MLP, and the norm before the head.
@@ -302,15 +289,13 @@ impl<D: Device> Pass<'_, D> {
         let normed = MatrixMut::new(a.middle_norm.part_mut(rows.clone()), r, h);
         device.rms_norm(middle, norm, eps, normed, a.middle_rstd.part_mut(one.clone()));
         let x = Matrix::new(a.middle_norm.part(rows.clone()), r, h);
-        for (place, out) in [(&places.gate, &mut a.gate), (&places.up, &mut a.up)] {
-            let weight = Matrix::new(self.parameters.part(place.clone()), i, h).transposed();
-            device.gemm(
-                MatrixMut::new(out.part_mut(wide.clone()), r, i),
-                x,
-                weight,
-                1.0,
-                false,
-            );
+        for (operand, place, out) in [
+            (&self.operands.gate, &places.gate, &mut a.gate),
+            (&self.operands.up, &places.up, &mut a.up),
+        ] {
+            let weight = Matrix::new(self.parameters.part(place.clone()), i, h);
+            let out = MatrixMut::new(out.part_mut(wide.clone()), r, i);
+            operand.forward(device, out, x, weight, false);
         }
         device.swiglu(
             a.gate.part(wide.clone()),
@@ -318,9 +303,10 @@ impl<D: Device> Pass<'_, D> {
             a.product.part_mut(wide.clone()),
         );
         device.assign(a.output.part_mut(rows.clone()), a.middle.part(rows.clone()));
-        let weight = Matrix::new(self.parameters.part(places.down.clone()), h, i).transposed();
+        let weight = Matrix::new(self.parameters.part(places.down.clone()), h, i);
         let output = MatrixMut::new(a.output.part_mut(rows.clone()), r, h);
-        device.gemm(output, Matrix::new(a.product.part(wide), r, i), weight, 1.0, true);
+        let product = Matrix::new(a.product.part(wide), r, i);
+        self.operands.down.forward(device, output, product, weight, true);
         let norm = self.parameters.part(places.norm.clone());
         let (x, y) = (
             Matrix::new(a.output.part(rows.clone()), r, h),

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use super::error::DraftError;
+use super::operands::Operand;
 use super::spec::DraftSpec;
-use crate::device::{Buffer, Device};
+use crate::device::{Buffer, Device, Matrix};
 
 /// The verifier's embedding, final norm and head rows, and the draft's own frozen head; all f32, row-major.
 #[derive(Clone, Debug)]
@@ -68,19 +69,34 @@ pub(super) struct PlacedWeights {
     pub(super) verifier_norm: Buffer,
     pub(super) verifier_norm_eps: f32,
     pub(super) lm_head: Buffer,
+    /// The heads, for products.
+    pub(super) own_head: Operand,
+    pub(super) head: Operand,
 }
 
 impl PlacedWeights {
     /// Weights that fit.
-    pub(super) fn new(weights: FrozenWeights, device: &impl Device) -> Self {
+    pub(super) fn new(weights: FrozenWeights, spec: &DraftSpec, device: &impl Device) -> Self {
         let place = |weights: Arc<[f32]>, name| device.place(Buffer::from(weights), name);
+        let own_verifier_head = (!weights.heads_are_shared())
+            .then(|| place(Arc::clone(&weights.verifier_head), "verifier_lm_head.weight"));
+        let lm_head = place(weights.lm_head, "lm_head.weight");
+        let matrix = |head| Matrix::new(head, spec.draft_vocab_size, spec.hidden_size);
+        let (mut own_head, mut head) = (Operand::default(), Operand::default());
+        if device.prepares() {
+            head.prepare(device, matrix(lm_head.floats()));
+            if let Some(own) = &own_verifier_head {
+                own_head.prepare_forward(device, matrix(own.floats()));
+            }
+        }
         Self {
-            own_verifier_head: (!weights.heads_are_shared())
-                .then(|| place(Arc::clone(&weights.verifier_head), "verifier_lm_head.weight")),
+            own_verifier_head,
             embed: place(weights.embed, "embed_tokens.weight"),
             verifier_norm: place(weights.verifier_norm, "verifier_norm.weight"),
             verifier_norm_eps: weights.verifier_norm_eps,
-            lm_head: place(weights.lm_head, "lm_head.weight"),
+            lm_head,
+            own_head,
+            head,
         }
     }
 

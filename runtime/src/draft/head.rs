@@ -195,30 +195,21 @@ impl<D: Device> Pass<'_, D> {
             &b.stack_rows,
             draft_inputs,
         );
-        let lm_head = Matrix::new(&self.core.frozen.lm_head, v, h);
-        if self.core.frozen.heads_are_shared() {
+        let frozen = &self.core.frozen;
+        let lm_head = Matrix::new(&frozen.lm_head, v, h);
+        if frozen.heads_are_shared() {
             let rows = targets + drafts;
             let logits = MatrixMut::new(&mut b.logits, rows, v);
-            device.gemm(
-                logits,
-                Matrix::new(&b.inputs, rows, h),
-                lm_head.transposed(),
-                1.0,
-                false,
-            );
+            let inputs = Matrix::new(&b.inputs, rows, h);
+            frozen.head.forward(device, logits, inputs, lm_head, false);
         } else {
-            let head = Matrix::new(self.core.frozen.verifier_head(), v, h).transposed();
+            let head = Matrix::new(frozen.verifier_head(), v, h);
             let logits = MatrixMut::new(b.logits.part_mut(0..targets * v), targets, v);
-            device.gemm(
-                logits,
-                Matrix::new(b.inputs.part(0..targets * h), targets, h),
-                head,
-                1.0,
-                false,
-            );
+            let inputs = Matrix::new(b.inputs.part(0..targets * h), targets, h);
+            frozen.own_head.forward(device, logits, inputs, head, false);
             let logits = MatrixMut::new(b.logits.tail_mut(targets * v), drafts, v);
             let inputs = Matrix::new(b.inputs.tail(targets * h), drafts, h);
-            device.gemm(logits, inputs, lm_head.transposed(), 1.0, false);
+            frozen.head.forward(device, logits, inputs, lm_head, false);
         }
         let (mut target_logits, mut draft_logits) = b.logits.floats_mut().split_at(targets * v);
         device.softmax_targets(MatrixMut::new(&mut target_logits, targets, v), &mut b.targets);
@@ -232,13 +223,11 @@ impl<D: Device> Pass<'_, D> {
         );
         if let Some(deltas) = deltas {
             let mut inputs = b.inputs.floats_mut().split_at(targets * h).1;
-            device.gemm(
+            let (out, logits) = (
                 MatrixMut::new(&mut inputs, drafts, h),
                 Matrix::new(&draft_logits, drafts, v),
-                lm_head,
-                1.0,
-                false,
             );
+            frozen.head.backward(device, out, logits, lm_head, false);
             let all = MatrixMut::new(&mut deltas.head_input, stacked, h);
             device.scatter_add(Matrix::new(&inputs, drafts, h), &b.stack_rows, all);
         }
@@ -281,12 +270,13 @@ impl<D: Device> Pass<'_, D> {
         b.draft_top.resize(stacked, 0);
         let limit = block_rows(v);
         device.fit(&mut b.logits, "logits", limit.min(stacked) * v);
-        let head = Matrix::new(&self.core.frozen.lm_head, v, h).transposed();
+        let head = Matrix::new(&self.core.frozen.lm_head, v, h);
         for first in (0..stacked).step_by(limit) {
             let rows = limit.min(stacked - first);
             let mut logits = b.logits.part_mut(0..rows * v);
             let inputs = Matrix::new(a.head_input.part(first * h..(first + rows) * h), rows, h);
-            device.gemm(MatrixMut::new(&mut logits, rows, v), inputs, head, 1.0, false);
+            let out = MatrixMut::new(&mut logits, rows, v);
+            self.core.frozen.head.forward(device, out, inputs, head, false);
             device.argmax(
                 Matrix::new(&logits, rows, v),
                 &mut b.draft_top[first..first + rows],

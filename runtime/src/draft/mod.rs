@@ -20,6 +20,7 @@ mod init;
 mod layout;
 mod metrics;
 mod model;
+mod operands;
 mod spec;
 #[cfg(test)]
 mod tests;

@@ -12,6 +12,7 @@ use super::frozen::{FrozenWeights, PlacedWeights};
 use super::head::HeadBuffers;
 use super::layout::{ParameterLayout, Places};
 use super::metrics::{StepMetrics, TttMetrics};
+use super::operands::LayerOperands;
 use super::spec::DraftSpec;
 use super::workspace::{Activations, Deltas, RowPlan, Sizes, Wanted};
 use crate::device::{AttentionShape, Buffer, Device, Floats, FloatsMut, RotaryTable};
@@ -40,6 +41,8 @@ pub(super) struct Core<D> {
 pub(super) struct Pass<'a, D> {
     pub(super) core: &'a Core<D>,
     pub(super) parameters: Floats<'a>,
+    /// Some of them, for products.
+    pub(super) operands: &'a LayerOperands,
     pub(super) batch: &'a DraftBatch,
     /// The batch's aux states, `[T, k·H]`, where the device computes with them.
     pub(super) hidden: Floats<'a>,
@@ -68,6 +71,7 @@ impl<D: Device> Pass<'_, D> {
 pub struct Draft<D> {
     pub(super) core: Core<D>,
     rotary: RotaryTable,
+    operands: LayerOperands,
     plan: RowPlan,
     activations: Activations,
     deltas: Deltas,
@@ -195,13 +199,14 @@ impl<D: Device> Draft<D> {
         let rotary = RotaryTable::new(&spec.rope, 0);
         Ok(Self {
             core: Core {
+                frozen: PlacedWeights::new(frozen, &spec, &*device),
                 spec,
                 training,
-                frozen: PlacedWeights::new(frozen, &*device),
                 device,
                 layout,
             },
             rotary,
+            operands: LayerOperands::default(),
             plan: RowPlan::default(),
             activations: Activations::default(),
             deltas: Deltas::default(),
@@ -218,6 +223,12 @@ impl<D: Device> Draft<D> {
     /// The draft's shape.
     pub fn spec(&self) -> &DraftSpec {
         &self.core.spec
+    }
+
+    /// Says that the next call gets other parameters than the last one, and that those after it get the same until this is
+    /// said again. Where the device multiplies faster with prepared weights, they are then prepared once, else in each call.
+    pub fn parameters_changed(&mut self) {
+        self.operands.set_old();
     }
 
     /// Writes the loss gradient of one row, `[parameters]`, and reports its metrics.
@@ -347,10 +358,13 @@ impl<D: Device> Draft<D> {
         parameters: Floats<'a>,
         batch: &'a DraftBatch,
     ) -> (Pass<'a, D>, Written<'a>) {
-        let [hidden, last_hidden] = self.inputs.lend(&*self.core.device, batch);
+        let (core, inputs, operands) = (&self.core, &mut self.inputs, &mut self.operands);
+        operands.prepare(&*core.device, &core.spec, &core.layout.places, parameters);
+        let [hidden, last_hidden] = inputs.lend(&*core.device, batch);
         let pass = Pass {
-            core: &self.core,
+            core,
             parameters,
+            operands,
             batch,
             hidden,
             last_hidden,

@@ -206,6 +206,45 @@ fn products_in_bf16_lead_to_nearly_the_same_loss_and_gradient() {
     );
 }
 
+/// OPERANDS, with the AMX unit or its double in software.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[test]
+fn weights_are_prepared_again_when_they_change_and_not_before() {
+    let new = || {
+        let training = TrainingSpec {
+            ttt_steps: 3,
+            step_loss_decay: 1.0,
+        };
+        Draft::new(spec(), training, frozen(), Arc::new(Cpu::with_amx(1))).expect("a draft")
+    };
+    let gradient = |draft: &mut Draft<Cpu>, parameters: &[f32]| {
+        let mut gradient = vec![f32::NAN; parameters.len()];
+        draft
+            .gradient(parameters, &batch(None), &mut gradient)
+            .expect("a gradient");
+        gradient
+    };
+    let mut draft = new();
+    let first = parameters(draft.layout());
+    let second: Vec<f32> = first.iter().map(|x| 0.75 * x).collect();
+    // Nobody says when they change.
+    let mut untold = new();
+    let [of_first, of_second] = [&first, &second].map(|parameters| gradient(&mut new(), parameters));
+    assert!(of_first != of_second && gradient(&mut untold, &first) == of_first);
+    assert!(gradient(&mut untold, &second) == of_second);
+    // Somebody does.
+    draft.parameters_changed();
+    for _ in 0..2 {
+        assert!(gradient(&mut draft, &first) == of_first);
+    }
+    assert!(
+        gradient(&mut draft, &second) != of_second,
+        "they are prepared once"
+    );
+    draft.parameters_changed();
+    assert!(gradient(&mut draft, &second) == of_second);
+}
+
 #[test]
 fn case_a_of_the_table() {
     let spec = DraftSpec {

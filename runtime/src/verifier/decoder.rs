@@ -16,7 +16,7 @@ use super::residents::Residence;
 use super::rotation::Rotations;
 use super::shard::{Interrupted, Peers, Shard};
 use super::{VerifierConfig, VerifierFiles};
-use crate::device::{Buffer, Device, Floats, FloatsMut, Matrix, MatrixMut};
+use crate::device::{Buffer, Device, Floats, FloatsMut, Matrix, MatrixMut, WeightUse};
 
 /// Weights of one layer.
 struct Layer {
@@ -158,7 +158,16 @@ impl Decoder {
     pub(super) fn place(&mut self, to: &mut impl Residence) {
         let embedding = self.embedding.as_ref().map(|part| &part.linear);
         if let Some(embedding) = embedding {
-            to.matrix(&**embedding);
+            let is_head = self
+                .head
+                .as_ref()
+                .is_some_and(|head| Arc::ptr_eq(embedding, &head.part.linear));
+            let purpose = if is_head {
+                WeightUse::Products
+            } else {
+                WeightUse::Rows
+            };
+            to.matrix(&**embedding, purpose);
         }
         for layer in &mut self.layers {
             let Layer {
@@ -178,7 +187,7 @@ impl Decoder {
         if let Some(head) = &mut self.head {
             to.vector(&mut head.norm);
             if !embedding.is_some_and(|embedding| Arc::ptr_eq(embedding, &head.part.linear)) {
-                to.matrix(&*head.part.linear);
+                to.matrix(&*head.part.linear, WeightUse::Products);
             }
         }
     }

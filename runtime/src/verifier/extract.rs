@@ -9,7 +9,7 @@ use half::bf16;
 
 use super::activations::Activations;
 use super::decoder::{Attending, Decoder};
-use super::residents::On;
+use super::residents::{Matrices, VectorsOn};
 use super::shard::{Peers, Shard};
 use super::{VerifierConfig, VerifierError, VerifierFiles};
 use crate::contract::HiddenDtype;
@@ -57,8 +57,9 @@ pub struct Verifier<D: Device = Cpu> {
 
 impl Verifier<Cpu> {
     /// Loads the verifier in `folder` for the CPU. Weights are mapped, so this reads little more than headers. With products
-    /// through AMX, weights that are stored as floats are packed when they are first needed, which takes as much memory
-    /// again as they have in bf16.
+    /// through AMX, weights that are stored as floats are mapped from the cache of packed weights, which takes as much disk
+    /// as they have in bf16, and are packed into it first if it does not have them; without a cache they are packed when
+    /// they are first needed, and take as much memory again.
     ///
     /// # Errors
     /// When configuration, weights or aux layers are unusable; all problems of the weights are reported at once.
@@ -90,7 +91,8 @@ impl<D: Device> Verifier<D> {
         };
         let mut decoder = files.decoder(shard)?;
         check_aux_layers(&aux_layers, files.config().layers)?;
-        decoder.place(&mut On(&device));
+        decoder.place(&mut VectorsOn(&device));
+        device.keep_all(&mut |see| decoder.place(&mut Matrices(see)));
         Ok(Self {
             device,
             decoder,

@@ -9,7 +9,9 @@ use super::residents::Residence;
 use super::stored::Form;
 use crate::device::{
     Buffer, Device, Encoded, FloatsMut, HostMatrix, Keep, Matrix, MatrixMut, RowSteps, StoredMatrix,
+    WeightUse,
 };
+use crate::digest::{Digest, Digester};
 
 /// A stored matrix of which parts can be taken.
 #[derive(Clone, Debug)]
@@ -89,7 +91,7 @@ impl Linear {
         if let Some(bias) = &mut self.bias {
             to.vector(bias);
         }
-        to.matrix(self);
+        to.matrix(self, WeightUse::Products);
     }
 
     /// Number of outputs.
@@ -156,6 +158,23 @@ impl StoredMatrix for Linear {
 
     fn kept(&self) -> Option<&Keep> {
         Some(&self.kept)
+    }
+
+    fn identity(&self) -> Option<Digest> {
+        let stored = self.stored.form.identity()?;
+        let part = [
+            self.stored.rows,
+            self.stored.cols,
+            self.first,
+            self.step,
+            self.count,
+            self.cols.start,
+            self.cols.end,
+        ];
+        let mut digest = Digester::new();
+        digest.part(stored.to_string().as_bytes());
+        digest.part(bytemuck::cast_slice(&part));
+        Some(digest.finish())
     }
 
     fn unpack(&self, rows: Range<usize>, out: &mut [f32]) {

@@ -53,6 +53,9 @@ pub use shard::{Alone, Interrupted, Peers, Shard};
 mod config_tests;
 #[cfg(test)]
 mod gpu_tests;
+#[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
+#[allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
+mod packed_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 mod tests;

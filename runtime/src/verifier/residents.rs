@@ -2,7 +2,7 @@
 
 use super::{Shard, VerifierFiles};
 use crate::cuda::{GpuMatrix, UNPACKED_BYTES};
-use crate::device::{Buffer, Device, Products, StoredMatrix};
+use crate::device::{Buffer, Device, Products, StoredMatrix, WeightUse};
 
 /// Who is shown all vectors and matrices of a shard.
 pub(super) trait Residence {
@@ -10,19 +10,28 @@ pub(super) trait Residence {
     fn vector(&mut self, vector: &mut Buffer);
 
     /// Weights of products, or the embedding.
-    fn matrix(&mut self, matrix: &dyn StoredMatrix);
+    fn matrix(&mut self, matrix: &dyn StoredMatrix, purpose: WeightUse);
 }
 
-/// Brings everything to a device.
-pub(super) struct On<'a, D>(pub(super) &'a D);
+/// Brings vectors to a device.
+pub(super) struct VectorsOn<'a, D>(pub(super) &'a D);
 
-impl<D: Device> Residence for On<'_, D> {
+impl<D: Device> Residence for VectorsOn<'_, D> {
     fn vector(&mut self, vector: &mut Buffer) {
         *vector = self.0.place(std::mem::take(vector), "vectors of layers");
     }
 
-    fn matrix(&mut self, matrix: &dyn StoredMatrix) {
-        self.0.keep(matrix);
+    fn matrix(&mut self, _: &dyn StoredMatrix, _: WeightUse) {}
+}
+
+/// Shows matrices to somebody.
+pub(super) struct Matrices<'a>(pub(super) &'a mut dyn FnMut(&dyn StoredMatrix, WeightUse));
+
+impl Residence for Matrices<'_> {
+    fn vector(&mut self, _: &mut Buffer) {}
+
+    fn matrix(&mut self, matrix: &dyn StoredMatrix, purpose: WeightUse) {
+        (self.0)(matrix, purpose);
     }
 }
 
@@ -55,7 +64,7 @@ impl Residence for Counted {
         self.bytes.vectors += (vector.len() * size_of::<f32>()) as u64;
     }
 
-    fn matrix(&mut self, matrix: &dyn StoredMatrix) {
+    fn matrix(&mut self, matrix: &dyn StoredMatrix, _: WeightUse) {
         self.bytes.weights += GpuMatrix::bytes_of(matrix, self.products) as u64;
     }
 }

@@ -8,6 +8,7 @@ use std::ops::Range;
 use half::bf16;
 
 use crate::device::{Encoded, EncodedForm, FloatKind, HostMatrix, Plane, RowSteps, widen_bf16};
+use crate::digest::{Digest, Digester};
 use crate::weights::{BlockFormat, Dtype, Encoding, RowOrder, TensorView};
 
 /// Values of the 4-bit floats of OCP's microscaling formats (E2M1), by their code.
@@ -70,6 +71,19 @@ impl Form {
             Self::Transposed(view) => Some(HostMatrix::new(view.as_bf16()?, cols, rows).transposed()),
             _ => None,
         }
+    }
+
+    /// A digest of what decides its values, if it is plain floats.
+    pub(super) fn identity(&self) -> Option<Digest> {
+        let (view, form) = match self {
+            Self::Plain(view) => (view, b"plain".as_slice()),
+            Self::Transposed(view) => (view, b"transposed".as_slice()),
+            _ => return None,
+        };
+        let mut digest = Digester::new();
+        digest.part(form);
+        digest.part(view.identity().to_string().as_bytes());
+        Some(digest.finish())
     }
 
     /// What some rows and columns of the matrix `[any, width]` are stored as, if it is a form that devices know.

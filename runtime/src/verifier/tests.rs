@@ -19,13 +19,13 @@ fn load_with(tiny: &Tiny, options: VerifierOptions) -> Verifier {
 }
 
 /// A document of `length` tokens.
-fn document(seed: u32, length: u32) -> Vec<u32> {
+pub(super) fn document(seed: u32, length: u32) -> Vec<u32> {
     (0..length)
         .map(|i| (seed * 17 + i * i * 7 + i * 3) % VOCAB as u32)
         .collect()
 }
 
-fn pack(documents: &[Vec<u32>]) -> PackedRow {
+pub(super) fn pack(documents: &[Vec<u32>]) -> PackedRow {
     let mut row = PackedRow::default();
     for tokens in documents {
         row.push(&Sample {

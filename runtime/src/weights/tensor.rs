@@ -13,6 +13,7 @@ use safetensors::Dtype;
 use super::file::MappedFile;
 use super::{Encoding, WeightsError};
 use crate::device::{Plane, RowSteps};
+use crate::digest::{Digest, Digester};
 
 /// In which order a file holds the rows of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,6 +117,19 @@ impl TensorView {
     /// Its name.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// A digest of what decides its values: the file, the bytes in it, and how they are read.
+    pub(crate) fn identity(&self) -> Digest {
+        let read_as = format!(
+            "{} {:?} {:?} {:?}",
+            self.encoding, self.shape, self.range, self.order
+        );
+        let mut digest = Digester::new();
+        digest.part(self.file.identity().to_string().as_bytes());
+        digest.part(read_as.as_bytes());
+        digest.part(&self.offset.to_bits().to_le_bytes());
+        digest.finish()
     }
 
     /// The file that holds it.

@@ -11,7 +11,7 @@ use super::disk::Keep;
 use super::fault::Fault;
 use super::intake::Intake;
 use super::invariants::liveness::AfterFailure;
-use super::invariants::{Checked, bound, broken, fence, journal, ledger, liveness, members};
+use super::invariants::{Checked, bound, broken, counted, fence, journal, ledger, liveness, members};
 use super::rank::{Life, Rank, RankId};
 use super::world::{What, World};
 
@@ -257,6 +257,7 @@ impl World {
         self.events += 1;
         ledger::adds_up(coordinator.engine.ledger())?;
         bound::engine(&coordinator.engine, &self.plan.settings, &commands)?;
+        counted::as_walked(&coordinator.engine)?;
         if unheard {
             fence::unheard(&commands)?;
         }

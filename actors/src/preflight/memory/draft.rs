@@ -31,6 +31,8 @@ pub(crate) struct DraftRank<'a> {
     pub(crate) threads: usize,
     /// Gradients are summed over NCCL, where they lie.
     pub(crate) over_nccl: bool,
+    /// Products go through AMX.
+    pub(crate) packs: bool,
 }
 
 impl DraftRank<'_> {
@@ -71,6 +73,9 @@ impl DraftRank<'_> {
             MemoryPart::new(Use::Links, peers * ring_bytes()),
             process(self.threads),
         ];
+        if self.packs {
+            parts.push(MemoryPart::new(Use::PackedWeights, self.packed_bytes()));
+        }
         // The embedding is widened into one place and moved to another before anything else is there.
         let all: u64 = parts.iter().map(|part| part.bytes).sum();
         let loading = 2 * embedding + (frozen - embedding);
@@ -78,6 +83,14 @@ impl DraftRank<'_> {
             part.bytes += loading.saturating_sub(all);
         }
         parts
+    }
+
+    /// The head and the weights of the layer that each TTT step multiplies with, in bf16, for both ways through them.
+    fn packed_bytes(&self) -> u64 {
+        let spec = self.spec;
+        let heads = spec.heads + 2 * spec.kv_heads + spec.heads;
+        let inputs = heads * spec.head_dim + 3 * spec.intermediate_size + spec.draft_vocab_size;
+        2 * 2 * (inputs * spec.hidden_size) as u64
     }
 
     /// What of it lies on a GPU.
@@ -171,6 +184,7 @@ mod tests {
             held_out_tokens: 0,
             threads: 1,
             over_nccl: false,
+            packs: false,
         }
     }
 
@@ -191,6 +205,16 @@ mod tests {
         // 131 rows of logits: 4 Mi elements over 32,000 tokens.
         assert_eq!(bytes_of(&parts, Use::Logits), 4 * 131 * (2 * 7168 + 32_000));
         assert!(parts.iter().all(|part| !part.mapped));
+        let packing = DraftRank {
+            packs: true,
+            ..draft(&spec, 1, 1)
+        };
+        let (heads, kv_heads, width) = (spec.heads, spec.kv_heads, spec.head_dim);
+        let rows = 2 * (heads + kv_heads) * width + 3 * spec.intermediate_size + 32_000;
+        assert_eq!(
+            bytes_of(&packing.parts(), Use::PackedWeights),
+            4 * 7168 * rows as u64
+        );
     }
 
     #[test]

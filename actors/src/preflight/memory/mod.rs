@@ -32,7 +32,7 @@ const GPU_CONTEXT_BYTES: u64 = 512 << 20;
 pub enum Use {
     /// A verifier's weights as they are stored.
     Weights,
-    /// A verifier's weights as AMX takes them.
+    /// Weights as AMX takes them.
     PackedWeights,
     /// The verifier's embedding, head rows and norm, in f32: what a draft computes with and does not train.
     Frozen,
@@ -64,7 +64,8 @@ impl Use {
             (Self::Weights, _) => {
                 "take a machine with more memory, a verifier with quantised weights, or fewer different parts of it on one host"
             }
-            (Self::PackedWeights, _) => {
+            (Self::PackedWeights, Role::Draft) => "set draft.products to \"f32\", or take fewer draft ranks",
+            (Self::PackedWeights, Role::Verifier) => {
                 "set verifier.products to \"f32\", or take a machine with more memory or more, smaller shards"
             }
             (Self::Frozen, _) => "take fewer draft ranks, or a smaller draft.vocab_size",

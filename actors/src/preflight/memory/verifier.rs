@@ -45,7 +45,11 @@ impl VerifierRank {
                 mapped: true,
                 ..MemoryPart::new(Use::Weights, self.weight_bytes)
             },
-            MemoryPart::new(Use::PackedWeights, self.packed_bytes),
+            // In the cache of packed weights.
+            MemoryPart {
+                mapped: true,
+                ..MemoryPart::new(Use::PackedWeights, self.packed_bytes)
+            },
             MemoryPart::new(Use::Activations, longest * self.activation_bytes_per_token),
             MemoryPart::new(Use::Answers, answers),
             MemoryPart::new(Use::Exchange, longest * self.exchange_bytes_per_token),
@@ -117,7 +121,7 @@ mod tests {
         assert!(
             parts
                 .iter()
-                .all(|part| part.mapped == (part.r#use == Use::Weights))
+                .all(|part| part.mapped == matches!(part.r#use, Use::Weights | Use::PackedWeights))
         );
         assert_eq!(bytes_of(&parts, Use::Activations), 200 * 100);
         assert_eq!(bytes_of(&parts, Use::Answers), 200 * 10 + 3 * 1000);

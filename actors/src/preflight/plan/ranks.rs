@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use eaglet_runtime::device::{Cpu, ProductKernel};
+use eaglet_runtime::device::{Cpu, ProductKernel, Products};
 use eaglet_runtime::ids::Role;
 
 use super::Plan;
@@ -47,7 +47,7 @@ impl Plan<'_> {
         let memory = VerifierRank {
             weight_bytes: files.bytes,
             gpu_weight_bytes: if is_on_gpu { self.gpu_weight_bytes(files) } else { 0 },
-            packed_bytes: if !is_on_gpu && self.packs_weights() {
+            packed_bytes: if !is_on_gpu && Self::packs(self.config.verifier.products) {
                 files.packable_bytes
             } else {
                 0
@@ -82,9 +82,9 @@ impl Plan<'_> {
         known.map_or(files.bytes, |known| known.gpu_bytes(files.shard, products).total())
     }
 
-    /// Whether verifier ranks pack their weights for AMX, if their machines are like this one.
-    fn packs_weights(&self) -> bool {
-        Cpu::kernel_for(self.config.verifier.products) == Ok(ProductKernel::AmxBf16)
+    /// Whether ranks with such products pack weights for AMX, if their machines are like this one.
+    fn packs(products: Products) -> bool {
+        Cpu::kernel_for(products) == Ok(ProductKernel::AmxBf16)
     }
 
     fn draft_rank(&self, rank: &RankConfig, threads: usize) -> Option<RankPlan> {
@@ -101,6 +101,7 @@ impl Plan<'_> {
             held_out_tokens: self.held_out_tokens(),
             threads,
             over_nccl: self.config.training.collective == Collective::Nccl,
+            packs: self.config.gpu_of(rank).is_none() && Self::packs(self.config.draft.products),
         };
         let plan = RankPlan {
             parameters,

@@ -12,9 +12,9 @@ mod tests;
 use rayon::prelude::*;
 
 use super::{
-    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Buffer, Device, Floats, FloatsMut, Gate,
-    HostMatrix, HostMatrixMut, Matrix, MatrixMut, Pairing, ProductKernel, Products, RotaryTable, Routing,
-    RowLoss, StoredMatrix, TargetRow, Turn, check_capture,
+    AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Buffer, Device, EachMatrix, Floats,
+    FloatsMut, Gate, HostMatrix, HostMatrixMut, Matrix, MatrixMut, Pairing, Prepared, ProductKernel,
+    Products, RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow, Turn, check_capture,
 };
 
 use crate::contract::HiddenDtype;
@@ -152,6 +152,45 @@ impl Device for Cpu {
             Some(amx) => amx.gemm(c, a, b, alpha, accumulate),
             None => gemm::gemm(c, a, b, alpha, accumulate),
         });
+    }
+
+    fn prepares(&self) -> bool {
+        self.amx.is_some()
+    }
+
+    fn prepare(&self, prepared: &mut Prepared, b: Matrix<'_>) {
+        match &mut prepared.0 {
+            Some(packed) if (packed.rows(), packed.cols()) == (b.rows(), b.cols()) => self.repack(packed, b),
+            other => *other = self.pack(b),
+        }
+    }
+
+    fn gemm_prepared(
+        &self,
+        c: MatrixMut<'_>,
+        a: Matrix<'_>,
+        b: Matrix<'_>,
+        prepared: &Prepared,
+        alpha: f32,
+        accumulate: bool,
+    ) {
+        match &prepared.0 {
+            Some(packed) => {
+                assert_eq!(
+                    (packed.rows(), packed.cols()),
+                    (b.rows(), b.cols()),
+                    "shape of a prepared operand"
+                );
+                self.gemm_packed(c, a, packed, alpha, accumulate);
+            }
+            None => self.gemm(c, a, b, alpha, accumulate),
+        }
+    }
+
+    fn keep_all(&self, each: &mut EachMatrix<'_>) {
+        if let Some(cache) = &self.packed {
+            cache.keep(&self.pool, each);
+        }
     }
 
     fn gemm_stored(&self, c: MatrixMut<'_>, a: Matrix<'_>, weights: &dyn StoredMatrix, accumulate: bool) {

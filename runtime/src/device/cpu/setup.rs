@@ -4,7 +4,7 @@ use std::sync::Once;
 
 use half::bf16;
 
-use super::amx::{self, NoAmx, PackedMatrix};
+use super::amx::{self, NoAmx, PackedCache, PackedMatrix};
 use crate::device::{Device, HostMatrix, Matrix, MatrixMut, ProductKernel, Products};
 
 /// The CPU, with a number of threads.
@@ -13,6 +13,8 @@ pub struct Cpu {
     pub(super) pool: rayon::ThreadPool,
     /// What products go through, if not through `gemm-f32`.
     pub(super) amx: Option<amx::Engine>,
+    /// Where the weights that the unit multiplies with are shared with other processes.
+    pub(super) packed: Option<PackedCache>,
 }
 
 /// The operating system refused threads.
@@ -29,11 +31,12 @@ impl Cpu {
     /// # Errors
     /// If the threads cannot be started.
     pub fn new(threads: usize) -> Result<Self, ThreadsError> {
-        Self::with_engine(threads, None)
+        Self::with_engine(threads, None, None)
     }
 
     /// [`Self::new`] with a choice of products. Without AMX, [`Products::Bf16`] is a warning, once in a process, and
-    /// products in f32; [`Self::kernel`] tells.
+    /// products in f32; [`Self::kernel`] tells. With it, packed weights are shared with the other processes of the machine
+    /// through the folder in `EAGLET_PACKED_CACHE`, or `eaglet/packed` in the user's cache folder.
     ///
     /// # Errors
     /// If the threads cannot be started.
@@ -42,22 +45,34 @@ impl Cpu {
             Products::F32 => None,
             Products::Bf16 => amx::Engine::new().map_err(|reason| warn_once(&reason)).ok(),
         };
-        Self::with_engine(threads, engine)
+        let packed = engine.as_ref().and_then(|_| PackedCache::here());
+        Self::with_engine(threads, engine, packed)
     }
 
     /// A device whose products go through the AMX unit, or through a double of it in software.
     #[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
     pub(crate) fn with_amx(threads: usize) -> Self {
-        Self::with_engine(threads, Some(amx::tests::engine())).expect("threads")
+        Self::with_engine(threads, Some(amx::tests::engine()), None).expect("threads")
     }
 
-    fn with_engine(threads: usize, amx: Option<amx::Engine>) -> Result<Self, ThreadsError> {
+    /// [`Self::with_amx`] with packed weights in a folder.
+    #[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
+    pub(crate) fn with_packed_cache(threads: usize, folder: &std::path::Path) -> Self {
+        let packed = PackedCache::at(folder.to_owned());
+        Self::with_engine(threads, Some(amx::tests::engine()), Some(packed)).expect("threads")
+    }
+
+    fn with_engine(
+        threads: usize,
+        amx: Option<amx::Engine>,
+        packed: Option<PackedCache>,
+    ) -> Result<Self, ThreadsError> {
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
             .thread_name(|index| format!("compute-{index}"))
             .build()
             .map_err(|source| ThreadsError { threads, source })?;
-        Ok(Self { pool, amx })
+        Ok(Self { pool, amx, packed })
     }
 
     /// What products of a kind go through on this machine.

@@ -5,6 +5,7 @@
 
 pub mod book;
 pub mod bound;
+pub mod counted;
 pub mod fence;
 pub mod journal;
 pub mod lanes;

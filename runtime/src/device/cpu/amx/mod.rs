@@ -22,6 +22,7 @@
 //! speed, the request for the tile state and the detection's positive outcome on a real processor are not. A machine whose
 //! unit does not multiply as it should is recognised by [`self_check`], at the first use in every process.
 
+mod cache;
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 #[path = "absent.rs"]
 mod hardware;
@@ -35,6 +36,7 @@ mod self_check;
 pub(crate) mod tests;
 mod tiles;
 
+pub(in crate::device::cpu) use self::cache::PackedCache;
 pub use self::packed::PackedMatrix;
 pub use self::tiles::NoAmx;
 
@@ -43,6 +45,7 @@ use std::sync::OnceLock;
 use half::bf16;
 
 use self::hardware::Amx;
+use self::packed::Source;
 use self::product::{Right, SLAB_BYTES, Workspace, product};
 use crate::device::{HostMatrix, HostMatrixMut, Kept, StoredMatrix};
 
@@ -124,19 +127,17 @@ impl Engine {
         weights: &dyn StoredMatrix,
         accumulate: bool,
     ) {
-        let plain = match (weights.in_place_bf16(), weights.in_place()) {
-            (Some(weights), _) => Some(weights.into()),
-            (None, Some(weights)) => Some(weights.into()),
-            (None, None) => None,
-        };
-        let right = match (plain, weights.kept()) {
+        let right = match (Source::in_place(weights), weights.kept()) {
             (Some(plain), Some(place)) => {
                 // Not inside `get_or_init`: a task that a waiting thread steals meanwhile could come here again.
                 if place.get().is_none() {
                     let _ = place.set(Kept::Amx(PackedMatrix::new(plain)));
                 }
                 match place.get() {
-                    Some(Kept::Amx(packed)) => Right::Packed(packed),
+                    Some(Kept::Amx(packed)) => {
+                        packed.check(plain);
+                        Right::Packed(packed)
+                    }
                     // Another device has it.
                     _ => Right::Source(plain),
                 }

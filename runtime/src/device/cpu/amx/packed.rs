@@ -1,10 +1,13 @@
 //! Packed operands, and what they are packed from.
 
 use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
 
 use half::bf16;
 use rayon::prelude::*;
 
+use super::cache::PackedFile;
 use super::pack::{self, Side};
 use super::tiles::{Line, PANEL_LANES, STEP_DEPTH, STEP_LINES};
 use crate::device::cpu::scratch::with_scratch;
@@ -37,6 +40,14 @@ impl<'a> From<HostMatrix<'a, bf16>> for Source<'a> {
 impl<'a> From<&'a dyn StoredMatrix> for Source<'a> {
     fn from(matrix: &'a dyn StoredMatrix) -> Self {
         Self::Stored(matrix)
+    }
+}
+
+impl<'a> Source<'a> {
+    /// Weights that lie in memory as plain floats.
+    pub(super) fn in_place(weights: &'a dyn StoredMatrix) -> Option<Self> {
+        let narrow = weights.in_place_bf16().map(Self::from);
+        narrow.or_else(|| weights.in_place().map(Self::from))
     }
 }
 
@@ -84,6 +95,11 @@ impl Source<'_> {
             steps,
             lanes,
         }
+    }
+
+    /// Packs all of it for the right side.
+    pub(super) fn pack_right(&self, out: &mut [Line]) {
+        self.pack(Side::Right, 0, self.lanes(), out);
     }
 
     fn pack_group(&self, side: Side, first: usize, steps: usize, out: &mut [Line]) {
@@ -143,11 +159,32 @@ impl<'a> Panels<'a> {
     }
 }
 
+/// Lines of a packed right operand `[rows, cols]`.
+pub(super) fn lines_of(rows: usize, cols: usize) -> usize {
+    cols.div_ceil(PANEL_LANES) * rows.div_ceil(STEP_DEPTH) * STEP_LINES
+}
+
+/// Where packed lines are.
+enum Lines {
+    Own(Vec<Line>),
+    Mapped(MappedLines),
+}
+
+/// A matrix of a mapped file.
+struct MappedLines {
+    file: Arc<PackedFile>,
+    /// Which one.
+    entry: usize,
+    range: Range<usize>,
+    /// Set once the file was checked; with lines of this process if it was not whole.
+    instead: OnceLock<Option<Vec<Line>>>,
+}
+
 /// The right operand of products, `[k, n]` in bf16, packed once and used by many.
 ///
 /// It takes as many bytes as the matrix in bf16, both sides rounded up to 32.
 pub struct PackedMatrix {
-    lines: Vec<Line>,
+    lines: Lines,
     rows: usize,
     cols: usize,
 }
@@ -162,28 +199,64 @@ impl PackedMatrix {
     /// Packs the transpose of a right operand.
     pub(super) fn new(source: Source<'_>) -> Self {
         let (cols, rows) = (source.lanes(), source.depth());
-        let lines = cols.div_ceil(PANEL_LANES) * rows.div_ceil(STEP_DEPTH) * STEP_LINES;
-        let mut packed = Self {
-            lines: vec![Line::ZERO; lines],
+        let mut lines = vec![Line::ZERO; lines_of(rows, cols)];
+        source.pack_right(&mut lines);
+        Self {
+            lines: Lines::Own(lines),
             rows,
             cols,
+        }
+    }
+
+    /// A matrix `[rows, cols]` of a file. [`Self::check`] it before the first product.
+    pub(super) fn mapped(
+        file: Arc<PackedFile>,
+        entry: usize,
+        range: Range<usize>,
+        (rows, cols): (usize, usize),
+    ) -> Self {
+        let instead = OnceLock::new();
+        Self {
+            lines: Lines::Mapped(MappedLines {
+                file,
+                entry,
+                range,
+                instead,
+            }),
+            rows,
+            cols,
+        }
+    }
+
+    /// Makes sure, once, that it is what was packed of `source`: else that is packed again, in this process's memory.
+    pub(super) fn check(&self, source: Source<'_>) {
+        let Lines::Mapped(mapped) = &self.lines else {
+            return;
         };
-        packed.fill(source);
-        packed
+        // Not inside `get_or_init`: a task that a waiting thread steals meanwhile could come here again.
+        if mapped.instead.get().is_none() {
+            let instead = (!mapped.file.is_whole(mapped.entry, &mapped.range)).then(|| {
+                mapped.file.drop_damaged();
+                let mut lines = vec![Line::ZERO; mapped.range.len()];
+                source.pack_right(&mut lines);
+                lines
+            });
+            let _ = mapped.instead.set(instead);
+        }
     }
 
     /// Takes the values of another right operand `[k, n]` of its shape.
     pub(in crate::device::cpu) fn refill(&mut self, b: HostMatrix<'_>) {
-        self.fill(b.transposed().into());
-    }
-
-    fn fill(&mut self, source: Source<'_>) {
+        let source = Source::from(b.transposed());
         assert_eq!(
             (source.lanes(), source.depth()),
             (self.cols, self.rows),
             "shapes of a packed matrix"
         );
-        source.pack(Side::Right, 0, self.cols, &mut self.lines);
+        match &mut self.lines {
+            Lines::Own(lines) => source.pack_right(lines),
+            Lines::Mapped(_) => *self = Self::new(source),
+        }
     }
 
     /// Its rows k.
@@ -197,8 +270,15 @@ impl PackedMatrix {
     }
 
     pub(super) fn panels(&self) -> Panels<'_> {
+        let lines = match &self.lines {
+            Lines::Own(lines) => lines,
+            Lines::Mapped(mapped) => match mapped.instead.get() {
+                Some(Some(instead)) => instead,
+                _ => mapped.file.lines(&mapped.range),
+            },
+        };
         Panels {
-            lines: &self.lines,
+            lines,
             steps: self.rows.div_ceil(STEP_DEPTH),
             lanes: self.cols,
         }

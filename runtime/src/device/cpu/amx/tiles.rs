@@ -16,7 +16,7 @@ pub(super) const BLOCK_SUMS: usize = PANEL_LANES * PANEL_LANES;
 /// A panel is, for each step of 32 along k, the tile of its lanes 0 to 15 and then that of its lanes 16 to 31. In a left
 /// panel a line is a lane (a row of the operand) and its pairs go along k. In a right panel a line is a pair along k and
 /// its places are lanes (columns of the operand).
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C, align(64))]
 pub(super) struct Line(pub(super) [u32; 16]);
 
