@@ -24,6 +24,8 @@ const FORM_TIMEOUT_MS: u64 = 30_000;
 
 /// NCCL looks at the machine and loads its kernels, which has been seen to take most of a minute.
 pub(crate) const MEETING_TIMEOUT_MS: u64 = 120_000;
+/// A state of tens of gigabytes over the slowest way between two GPUs.
+pub(crate) const STATE_TIMEOUT_MS: u64 = 60_000;
 
 /// Why a run cannot be made of a configuration.
 #[derive(Debug, thiserror::Error)]
@@ -311,8 +313,10 @@ pub fn settings(config: &ClusterConfig, contract: Contract) -> Settings {
         leave_timeout_ms: supervision.drain_timeout_s * 1000,
         form_timeout_ms: match config.training.collective {
             Collective::Links => FORM_TIMEOUT_MS,
-            Collective::Nccl => FORM_TIMEOUT_MS + MEETING_TIMEOUT_MS,
+            Collective::Nccl => FORM_TIMEOUT_MS + MEETING_TIMEOUT_MS + STATE_TIMEOUT_MS,
         },
+        // The sink of an extraction has no state that a device could give.
+        broadcasts_state: config.training.collective == Collective::Nccl && config.run.extract_to.is_none(),
         verifier_restarts: restarts(&config.verifier_restarts),
         draft_restarts: restarts(&config.draft_restarts),
     }

@@ -50,7 +50,7 @@ pub(super) struct SeatState {
     pub(super) applying_since_ms: Option<u64>,
     /// Draft only: how often it was told to load.
     pub(super) loads: u32,
-    /// Draft only: it builds its model beside a running group, and its state is none.
+    /// Draft only: it builds its model beside a running group, or before the one that has its state; its own is none.
     pub(super) builds_only: bool,
     /// Draft only: it is given no state before this.
     pub(super) heal_after_ms: u64,

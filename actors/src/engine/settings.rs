@@ -206,6 +206,8 @@ pub struct Settings {
     pub step_timeout_ms: u64,
     /// The members of an epoch must have linked up within this.
     pub form_timeout_ms: u64,
+    /// Whether a draft replica's state reaches those who need it when an epoch has met, rather than over a link before.
+    pub broadcasts_state: bool,
     /// Ranks that were told to leave get this long.
     pub leave_timeout_ms: u64,
     /// Restarts of verifier ranks.

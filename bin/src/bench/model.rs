@@ -416,6 +416,7 @@ fn settings(shape: Shape) -> Settings {
         step_timeout_ms: patience_ms,
         leave_timeout_ms: patience_ms,
         form_timeout_ms: patience_ms,
+        broadcasts_state: false,
         verifier_restarts: restarts,
         draft_restarts: restarts,
     }

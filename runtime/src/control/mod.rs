@@ -13,7 +13,7 @@ pub mod transport;
 
 pub use codec::BincodeCodec;
 pub use message::{
-    Acceptance, Activity, Attach, Beat, CollectiveId, CoordinatorCommand, DraftOrigin, Extraction,
+    Acceptance, Activity, Attach, Beat, CollectiveId, CoordinatorCommand, DraftOrigin, Extraction, Handover,
     HeldOutRequest, LaneMetrics, Member, PROTOCOL, RankEvent, StepMetrics, Turn,
 };
 pub use operator::{OperatorCall, OperatorReply, OperatorRequest, RankLine};

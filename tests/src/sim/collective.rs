@@ -11,7 +11,7 @@ use eaglet_runtime::ids::Step;
 use super::fault::Fault;
 use super::invariants::Broken;
 use super::rank::{Input, RankId};
-use super::weights::{ELEMENTS, sum};
+use super::weights::{ELEMENTS, Weights, sum};
 use super::world::{What, World};
 
 /// Number of a meeting: what an id says.
@@ -24,6 +24,10 @@ pub enum Word {
     Met,
     /// They were to be there by now.
     MeetingLate,
+    /// The state has gone round.
+    HandedOver(Weights),
+    /// It was to be there by now.
+    HandoverLate,
     /// The mean gradient of a step.
     Summed {
         /// The step.
@@ -49,6 +53,9 @@ pub struct Meeting {
     present: Vec<RankId>,
     /// Somebody is gone: nothing comes to its end any more.
     is_torn: bool,
+    /// Who takes part in the handover of a state, and what the donor gives.
+    passing: Vec<RankId>,
+    given: Option<Weights>,
     /// Of the present step, what each member has brought.
     brought: BTreeMap<RankId, (Step, Lanes)>,
 }
@@ -82,7 +89,7 @@ impl World {
 
     /// A rank begins to meet the others.
     pub(super) fn join(&mut self, id: RankId, meeting: MeetingId, ranks: usize) {
-        let patience_ms = self.plan.settings.form_timeout_ms * 2 / 3;
+        let patience_ms = self.plan.settings.form_timeout_ms / 2;
         self.say_word(id, meeting, Word::MeetingLate, patience_ms);
         let Some(group) = self.meetings.get_mut(meeting as usize) else {
             return;
@@ -94,6 +101,25 @@ impl World {
         for id in group.present.clone() {
             let wait_ms = self.dice.between(1, 6);
             self.say_word(id, meeting, Word::Met, wait_ms);
+        }
+    }
+
+    /// A rank takes part in the handover of a state; the donor gives it.
+    pub(super) fn pass_state(&mut self, id: RankId, meeting: MeetingId, gives: Option<Weights>) {
+        let patience_ms = self.plan.settings.form_timeout_ms / 4;
+        self.say_word(id, meeting, Word::HandoverLate, patience_ms);
+        let Some(group) = self.meetings.get_mut(meeting as usize) else {
+            return;
+        };
+        group.passing.push(id);
+        group.given = group.given.or(gives);
+        if group.passing.len() < group.present.len() || group.is_torn {
+            return;
+        }
+        let Some(weights) = group.given else { return };
+        for id in group.present.clone() {
+            let wait_ms = self.dice.between(1, 20);
+            self.say_word(id, meeting, Word::HandedOver(weights), wait_ms);
         }
     }
 

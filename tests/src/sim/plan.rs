@@ -169,10 +169,10 @@ impl Plan {
 
     /// [`Self::small`], with sums over NCCL.
     pub fn small_over_nccl() -> Self {
-        Self {
-            sums_over_nccl: true,
-            ..Self::small()
-        }
+        let mut plan = Self::small();
+        plan.sums_over_nccl = true;
+        plan.settings.broadcasts_state = true;
+        plan
     }
 
     /// Whether a stage of the verifier captures states.
@@ -228,6 +228,8 @@ impl Plan {
         settings.prefetch_steps = dice.between(1, if large { 7 } else { 4 });
         settings.evaluate_every_steps = dice.pick(&[0, 0, 2, 3]);
         settings.checkpoint_every_steps = dice.pick(&[0, 1, 2, 3, 5]);
+        let sums_over_nccl = dice.one_in(2);
+        settings.broadcasts_state = sums_over_nccl;
         let mut faults = Faults::default();
         if shape.added_files > 0 {
             faults
@@ -242,7 +244,7 @@ impl Plan {
             held_out: dice.pick(&[0, 0, 1, 2, 5]) as u32,
             latency_ms: dice.between(0, 3),
             silent_stages: dice.pick(&[0, 0, 0b1, 0b10, 0b111]),
-            sums_over_nccl: dice.one_in(2),
+            sums_over_nccl,
             calm_ms,
             faults,
         }
@@ -379,6 +381,7 @@ fn settings(lanes: u16, drafts: u16, verifiers: u16) -> Settings {
         load_timeout_ms: 1200,
         step_timeout_ms: 1200,
         form_timeout_ms: 700,
+        broadcasts_state: false,
         leave_timeout_ms: 500,
         verifier_restarts: restarts,
         draft_restarts: restarts,

@@ -44,6 +44,7 @@ pub(super) fn settings() -> Settings {
         step_timeout_ms: 60_000,
         leave_timeout_ms: 10_000,
         form_timeout_ms: 30_000,
+        broadcasts_state: false,
         verifier_restarts: restarts,
         draft_restarts: restarts,
     }

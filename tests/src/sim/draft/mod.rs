@@ -6,7 +6,7 @@ mod step;
 
 use std::collections::BTreeMap;
 
-use eaglet_runtime::control::{Acceptance, Activity, CoordinatorCommand, Member, RankEvent};
+use eaglet_runtime::control::{Acceptance, Activity, CoordinatorCommand, Handover, Member, RankEvent};
 use eaglet_runtime::ids::{Epoch, RowId, Seat, Step};
 
 use self::step::Phase;
@@ -47,6 +47,8 @@ struct Group {
     members: Vec<(u16, RankId)>,
     owners: Vec<u16>,
     meeting: Option<Meeting>,
+    /// The state that goes round once all have met.
+    handover: Option<Handover>,
 }
 
 /// How far a group is that sums over NCCL.
@@ -56,7 +58,9 @@ enum Meeting {
     Awaited,
     /// The others are.
     Joined(MeetingId),
-    /// All are here.
+    /// All are here, and a state goes round.
+    Passing(MeetingId),
+    /// Steps may begin.
     Met(MeetingId),
 }
 
@@ -64,7 +68,7 @@ impl Meeting {
     fn number(self) -> Option<MeetingId> {
         match self {
             Self::Awaited => None,
-            Self::Joined(number) | Self::Met(number) => Some(number),
+            Self::Joined(number) | Self::Passing(number) | Self::Met(number) => Some(number),
         }
     }
 }
@@ -80,7 +84,9 @@ impl Draft {
     pub(super) fn activity(&self) -> Activity {
         let meeting = self.group.as_ref().and_then(|group| group.meeting);
         match (meeting, self.phase.activity()) {
-            (Some(Meeting::Awaited | Meeting::Joined(_)), Activity::Idle) => Activity::Meeting,
+            (Some(Meeting::Awaited | Meeting::Joined(_) | Meeting::Passing(_)), Activity::Idle) => {
+                Activity::Meeting
+            }
             (_, activity) => activity,
         }
     }
@@ -155,11 +161,27 @@ impl Draft {
         let is_broken = match word {
             Word::Met => {
                 if matches!(state, Meeting::Joined(_)) {
-                    group.meeting = Some(Meeting::Met(meeting));
-                    world.say(id, RankEvent::GroupReady { epoch });
+                    match group.handover.clone() {
+                        None => {
+                            group.meeting = Some(Meeting::Met(meeting));
+                            world.say(id, RankEvent::GroupReady { epoch });
+                        }
+                        Some(handover) => {
+                            group.meeting = Some(Meeting::Passing(meeting));
+                            self.pass_state(world, id, meeting, &handover)?;
+                        }
+                    }
                 }
                 false
             }
+            Word::HandedOver(weights) => {
+                if matches!(state, Meeting::Passing(_)) {
+                    group.meeting = Some(Meeting::Met(meeting));
+                    self.handed_over(world, id, weights);
+                }
+                false
+            }
+            Word::HandoverLate => matches!(state, Meeting::Passing(_)),
             Word::MeetingLate => matches!(state, Meeting::Joined(_)),
             Word::SumLate { step } => self.phase.awaits(step),
             Word::Torn => true,
@@ -193,7 +215,8 @@ impl Draft {
                 epoch,
                 members,
                 owners,
-            } => self.form(world, id, epoch, &members, owners)?,
+                handover,
+            } => self.form(world, id, epoch, &members, (owners, handover))?,
             CoordinatorCommand::Meet { epoch, id: told } => {
                 if let Some(meeting) = collective::meeting_of(&told).filter(|_| epoch >= self.epoch) {
                     self.id = Some((epoch, meeting));
@@ -287,7 +310,7 @@ impl Draft {
         id: RankId,
         epoch: Epoch,
         members: &[Member],
-        owners: Vec<u16>,
+        (owners, handover): (Vec<u16>, Option<Handover>),
     ) -> Result<(), RankFault> {
         if epoch < self.epoch {
             return Ok(());
@@ -303,6 +326,7 @@ impl Draft {
             members: Vec::with_capacity(members.len()),
             owners,
             meeting: None,
+            handover,
         };
         let sums_over_nccl = world.plan.sums_over_nccl && members.len() > 1;
         for member in members {
