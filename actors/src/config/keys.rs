@@ -68,6 +68,8 @@ pub(crate) const KEYS: &[Key] = &[
     key("verifier.products", PRODUCTS),
     key("verifier.pipeline", Kind::Integer(1, 1024)),
     key("verifier.tensor", Kind::Integer(1, 1024)),
+    key("verifier.collective", Kind::Choice(&["links", "nccl"])),
+    key("verifier.sums", Kind::Choice(&["exact", "fast"])),
     key("draft.arch", Kind::Choice(&["llama", "qwen3"])),
     key("draft.vocab_size", COUNT_OR_ZERO),
     key("draft.intermediate_size", COUNT),

@@ -152,6 +152,10 @@ impl Engine {
 
     /// The first member has made what the others need to meet it: it is passed on once an epoch.
     pub(super) fn collective_id(&mut self, seat: Seat, epoch: Epoch, id: &CollectiveId) {
+        if seat.role == Role::Verifier {
+            self.team_collective_id(seat, epoch, id);
+            return;
+        }
         // FENCE: an id of an older epoch, the same one again, or somebody else's is not heard.
         let is_first = self.members().next() == Some(seat);
         if epoch != self.epoch || !is_first || self.has_id {
@@ -297,21 +301,22 @@ impl Engine {
         if self.formed || self.now_ms <= self.forming_since_ms + self.settings.form_timeout_ms {
             return Vec::new();
         }
-        let missing = || {
-            self.members()
-                .filter(|&seat| self.seats.get(seat).joined != Some(self.epoch))
-        };
+        let missing = self
+            .members()
+            .filter(|&seat| self.seats.get(seat).joined != Some(self.epoch))
+            .collect();
+        self.to_blame(missing)
+    }
+
+    /// Of members that are not there in time, those that are the cause.
+    pub(super) fn to_blame(&self, missing: Vec<Seat>) -> Vec<Seat> {
         let waits = |seat: &Seat| {
             let beat = self.seats.get(*seat).beat;
             beat.is_some_and(|beat| beat.activity == Activity::Meeting)
         };
         // Whoever waits for another one to meet it is not the cause, as long as there is another one.
-        let late: Vec<Seat> = missing().filter(|seat| !waits(seat)).collect();
-        if late.is_empty() {
-            missing().collect()
-        } else {
-            late
-        }
+        let late: Vec<Seat> = missing.iter().copied().filter(|seat| !waits(seat)).collect();
+        if late.is_empty() { missing } else { late }
     }
 
     /// The state that all members hold, if they do and nothing is on its way to them.

@@ -356,7 +356,7 @@ impl Engine {
             ));
         }
         for seat in self.late_in_teams() {
-            let limit_ms = self.settings.form_timeout_ms;
+            let limit_ms = self.settings.team_timeout_ms;
             late.push((
                 seat,
                 format!("it did not link up with the other shards of its verifier within {limit_ms} ms"),

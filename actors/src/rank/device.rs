@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use eaglet_runtime::cuda::{Cuda, CudaError, Gradient, KernelCache, Precision, SearchPath, Stream};
+use eaglet_runtime::cuda::{Cuda, CudaError, Gradient, KernelCache, Precision, SearchPath};
 use eaglet_runtime::device::{Cpu, Device, Floats, Products, ThreadsError};
 
 use super::RankFault;
@@ -18,9 +18,6 @@ pub(super) trait RankDevice: Device + Sized {
 
     /// A gradient that it has computed, as a sum over NCCL takes it.
     fn gradient<'a>(&'a self, floats: Floats<'a>) -> Gradient<'a>;
-
-    /// What orders its work with NCCL's, if it computes on a GPU.
-    fn stream(&self) -> Option<&Stream>;
 }
 
 impl RankDevice for Cpu {
@@ -30,10 +27,6 @@ impl RankDevice for Cpu {
 
     fn gradient<'a>(&'a self, floats: Floats<'a>) -> Gradient<'a> {
         Gradient::Host(floats.as_host().unwrap_or_default())
-    }
-
-    fn stream(&self) -> Option<&Stream> {
-        None
     }
 }
 
@@ -52,10 +45,6 @@ impl RankDevice for Cuda {
             Some(view) => Gradient::Device(view, self.stream()),
             None => Gradient::Host(floats.as_host().unwrap_or_default()),
         }
-    }
-
-    fn stream(&self) -> Option<&Stream> {
-        Some(self.stream())
     }
 }
 

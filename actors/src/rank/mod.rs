@@ -14,6 +14,7 @@ mod control;
 mod device;
 mod draft;
 mod inbox;
+mod nccl;
 mod peer_links;
 mod sink;
 mod verifier;
@@ -34,8 +35,8 @@ use rustix::process::{Pid, Signal, getpid, kill_process};
 use self::activity::ActivityGauge;
 use self::control::Control;
 use self::device::{RankDevice, guarded};
-use self::draft::nccl::AbortSwitch;
 use self::inbox::{Inbox, Input, Nothing};
+use self::nccl::AbortSwitch;
 use crate::config::ClusterConfig;
 use crate::faults::{self, Damage, Point, Victim};
 

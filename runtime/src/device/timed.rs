@@ -11,7 +11,7 @@ use super::{
     Matrix, MatrixMut, Products, RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow, Turn,
 };
 use crate::contract::HiddenDtype;
-use crate::cuda::InFlight;
+use crate::cuda::{InFlight, Stream};
 
 /// What an operation mostly does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -165,6 +165,10 @@ impl<D: Device> Device for Timed<D> {
     fn stage(&self, name: &'static str) {
         self.within.stage(name);
         self.watch.spent.lock().unwrap_or_else(PoisonError::into_inner).0 = name;
+    }
+
+    fn stream(&self) -> Option<&Stream> {
+        self.within.stream()
     }
 
     fn is_host(&self) -> bool {

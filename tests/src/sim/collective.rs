@@ -11,6 +11,7 @@ use eaglet_runtime::ids::Step;
 use super::fault::Fault;
 use super::invariants::Broken;
 use super::rank::{Input, RankId};
+use super::verifier::Residual;
 use super::weights::{ELEMENTS, Weights, sum};
 use super::world::{What, World};
 
@@ -40,8 +41,43 @@ pub enum Word {
         /// The step.
         step: Step,
     },
+    /// What the slices of a stage hold, in their order.
+    SlicesSummed {
+        /// The row, by its number in the work of the team.
+        turn: u64,
+        /// What each holds.
+        residuals: Vec<Residual>,
+    },
+    /// It was to be there by now.
+    SlicesLate {
+        /// The row.
+        turn: u64,
+    },
     /// The library says that something failed.
     Torn,
+}
+
+/// How far a rank is with the meeting of its epoch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Attendance {
+    /// The id is awaited.
+    Awaited,
+    /// The others are.
+    Joined(MeetingId),
+    /// All are here, and a state goes round.
+    Passing(MeetingId),
+    /// Work may begin.
+    Met(MeetingId),
+}
+
+impl Attendance {
+    /// The meeting, once it is known.
+    pub(super) fn number(self) -> Option<MeetingId> {
+        match self {
+            Self::Awaited => None,
+            Self::Joined(number) | Self::Passing(number) | Self::Met(number) => Some(number),
+        }
+    }
 }
 
 /// Lanes with their gradients.
@@ -56,6 +92,8 @@ pub struct Meeting {
     /// Who takes part in the handover of a state, and what the donor gives.
     passing: Vec<RankId>,
     given: Option<Weights>,
+    /// Of the present row, what each slice holds.
+    slices: BTreeMap<RankId, (u64, Residual)>,
     /// Of the present step, what each member has brought.
     brought: BTreeMap<RankId, (Step, Lanes)>,
 }
@@ -157,6 +195,37 @@ impl World {
         for id in present {
             let wait_ms = self.dice.between(0, 4);
             self.say_word(id, meeting, Word::Summed { step, values }, wait_ms);
+        }
+    }
+
+    /// A slice brings in what it holds of a row.
+    pub(super) fn bring_slice(
+        &mut self,
+        id: RankId,
+        meeting: MeetingId,
+        turn: u64,
+        residual: Residual,
+        patience_ms: u64,
+    ) {
+        self.say_word(id, meeting, Word::SlicesLate { turn }, patience_ms);
+        let Some(group) = self.meetings.get_mut(meeting as usize) else {
+            return;
+        };
+        group.slices.insert(id, (turn, residual));
+        if group.slices.len() < group.present.len() || group.is_torn {
+            return;
+        }
+        let brought = std::mem::take(&mut group.slices);
+        let present = group.present.clone();
+        if brought.values().any(|&(other, _)| other != turn) {
+            self.tear(format!("slices of one stage sum different rows: {brought:?}"));
+            return;
+        }
+        let residuals: Vec<Residual> = brought.into_values().map(|(_, residual)| residual).collect();
+        for id in present {
+            let wait_ms = self.dice.between(0, 4);
+            let residuals = residuals.clone();
+            self.say_word(id, meeting, Word::SlicesSummed { turn, residuals }, wait_ms);
         }
     }
 

@@ -34,6 +34,8 @@ pub struct Plan {
     pub silent_stages: u16,
     /// Draft ranks sum over NCCL, not over links.
     pub sums_over_nccl: bool,
+    /// Whether the slices of a verifier are summed over NCCL.
+    pub slices_over_nccl: bool,
     /// When all faults stop.
     pub calm_ms: u64,
     /// The faults.
@@ -148,6 +150,7 @@ impl Plan {
             latency_ms: 1,
             silent_stages: 0,
             sums_over_nccl: false,
+            slices_over_nccl: false,
             calm_ms: shape.until_ms,
             faults: Faults::default(),
         }
@@ -173,6 +176,14 @@ impl Plan {
         plan.sums_over_nccl = true;
         plan.settings.broadcasts_state = true;
         plan
+    }
+
+    /// [`Self::small_and_sharded`], with slices that are summed over NCCL.
+    pub fn small_and_sharded_over_nccl() -> Self {
+        Self {
+            slices_over_nccl: true,
+            ..Self::small_and_sharded()
+        }
     }
 
     /// Whether a stage of the verifier captures states.
@@ -245,6 +256,7 @@ impl Plan {
             latency_ms: dice.between(0, 3),
             silent_stages: dice.pick(&[0, 0, 0b1, 0b10, 0b111]),
             sums_over_nccl,
+            slices_over_nccl: dice.one_in(2),
             calm_ms,
             faults,
         }
@@ -362,6 +374,7 @@ fn settings(lanes: u16, drafts: u16, verifiers: u16) -> Settings {
         contract: contract(),
         recipe: Digest::of(b"recipe"),
         sums: SumMode::Exact,
+        slice_sums: SumMode::Exact,
         tokens_per_row: TOKENS_PER_ROW,
         passes: 1,
         step_limit: None,
@@ -381,6 +394,7 @@ fn settings(lanes: u16, drafts: u16, verifiers: u16) -> Settings {
         load_timeout_ms: 1200,
         step_timeout_ms: 1200,
         form_timeout_ms: 700,
+        team_timeout_ms: 700,
         broadcasts_state: false,
         leave_timeout_ms: 500,
         verifier_restarts: restarts,

@@ -27,6 +27,8 @@ pub(crate) struct VerifierRank {
     pub(crate) held_out_prompts: u64,
     /// Bytes that lie on their way to and from its other shards, per token.
     pub(crate) exchange_bytes_per_token: u64,
+    /// Bytes on its GPU that slices are summed with.
+    pub(crate) slice_sum_bytes: u64,
     /// Ranks that it sends to.
     pub(crate) links: u64,
     /// Compute threads.
@@ -70,7 +72,8 @@ impl VerifierRank {
             mapped: false,
             ..part
         });
-        parts.chain([gpu_context()]).collect()
+        let sums = MemoryPart::new(Use::Exchange, self.slice_sum_bytes);
+        parts.chain([sums, gpu_context()]).collect()
     }
 }
 
@@ -100,6 +103,7 @@ mod tests {
             held_out_tokens: 200,
             held_out_prompts: 3,
             exchange_bytes_per_token: 6,
+            slice_sum_bytes: 77,
             links: 2,
             threads: 2,
         }
@@ -128,7 +132,10 @@ mod tests {
         let parts = verifier().gpu_parts();
         assert!(parts.iter().all(|part| !part.mapped));
         let bytes: u64 = parts.iter().map(|part| part.bytes).sum();
-        assert_eq!(bytes, 1_000_000 + 200 * 100 + 200 * 10 + 3 * 1000 + (512 << 20));
+        assert_eq!(
+            bytes,
+            1_000_000 + 200 * 100 + 200 * 10 + 3 * 1000 + 77 + (512 << 20)
+        );
     }
 
     #[test]

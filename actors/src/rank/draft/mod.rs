@@ -9,7 +9,7 @@
 //! `group` the links of an epoch.
 
 mod group;
-pub(super) mod nccl;
+mod nccl;
 mod rows;
 mod state;
 mod step;
@@ -25,9 +25,10 @@ use eaglet_runtime::ids::{Epoch, Role, RowId, Step};
 use eaglet_runtime::link::{BulkEvent, BulkKind, BulkMessage};
 
 use self::group::Group;
-use self::nccl::{Nccl, Word};
+use self::nccl::Nccl;
 pub(super) use self::rows::Rows;
 use self::step::Phase;
+use super::nccl::Word;
 use super::{Context, Inbox, Input, Progress, RankDevice, RankFault, Worker};
 use crate::config::Collective;
 use crate::faults::{self, Point};

@@ -5,60 +5,22 @@
 //! is not used.
 //! NCCL-2: a rank says that its group is ready when all members have met and the state has gone round, if one was to, and
 //! not before.
-//! NCCL-3: an epoch that the coordinator calls over is aborted at once, whatever the compute thread is busy with. A part
-//! that does not end ends the process.
+//! NCCL-3: see [`crate::rank::nccl`].
 
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use eaglet_runtime::collective::{BucketPlan, SumMode};
-use eaglet_runtime::control::{CollectiveId, CoordinatorCommand, Handover};
-use eaglet_runtime::cuda::{
-    self, GradientSums, KernelCache, MeetingAborter, SearchPath, SumDevice, SumShape, SumWord, UniqueId,
-};
+use eaglet_runtime::control::{CollectiveId, Handover};
+use eaglet_runtime::cuda::{self, GradientSums, SumDevice, SumShape, UniqueId};
 use eaglet_runtime::ids::Epoch;
 
 use super::{Context, RankFault};
 use crate::rank::inbox::Input;
+use crate::rank::nccl::{self, ABORT_PATIENCE, STEP_SHARE};
 use crate::recipe;
-
-/// Longest wait for the end of an epoch's collectives.
-const ABORT_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Weights, first and second moments.
 const STATE_VECTORS: usize = 3;
-
-/// Part of the coordinator's limit for a step in which its collectives are done, or broken: at the limit it would end all
-/// who wait, and not only who hangs.
-const STEP_SHARE: f64 = 0.9;
-
-/// Ends what a rank does over NCCL when the coordinator says so; shared with the thread that hears it.
-#[derive(Clone, Default)]
-pub(in crate::rank) struct AbortSwitch(Arc<Mutex<Option<(Epoch, MeetingAborter)>>>);
-
-impl AbortSwitch {
-    fn arm(&self, epoch: Epoch, aborter: MeetingAborter) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some((epoch, aborter));
-    }
-
-    /// Takes note of a command; NCCL-3. Returns at once.
-    pub(in crate::rank) fn hear(&self, command: &CoordinatorCommand) {
-        let (CoordinatorCommand::Abandon { epoch } | CoordinatorCommand::FormGroup { epoch, .. }) = command
-        else {
-            return;
-        };
-        let mut armed = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some((_, aborter)) = armed.take_if(|(armed, _)| *armed < *epoch) else {
-            return;
-        };
-        std::thread::spawn(move || {
-            if let Err(error) = aborter.abort(ABORT_PATIENCE) {
-                // The compute thread sees the same when it ends the epoch.
-                tracing::warn!(%error, "an abort is late");
-            }
-        });
-    }
-}
 
 /// What this rank meets and sums with.
 pub(super) struct Nccl {
@@ -85,13 +47,8 @@ impl Nccl {
     /// # Errors
     /// If it is not there.
     pub(super) fn open(mode: SumMode, plan: BucketPlan) -> Result<Self, RankFault> {
-        let device = SumDevice::open(&SearchPath::here(), 0, KernelCache::here()).map_err(|error| {
-            RankFault::permanent(format!(
-                "training.collective = \"nccl\": {error}; `eaglet check` says what is missing, and \"links\" needs nothing"
-            ))
-        })?;
-        let (major, minor, patch) = device.version();
-        tracing::info!(version = format!("{major}.{minor}.{patch}"), %mode, "gradients are summed over NCCL");
+        let device = nccl::open("training.collective")?;
+        tracing::info!(version = nccl::version(&device), %mode, "gradients are summed over NCCL");
         Ok(Self {
             device,
             plan,
@@ -158,10 +115,7 @@ impl Nccl {
         id: &CollectiveId,
         part: Option<&Part>,
     ) -> Result<(), RankFault> {
-        let bytes = id
-            .bytes()
-            .ok_or_else(|| RankFault::passing("an id of another length came"))?;
-        let id = UniqueId(bytes);
+        let id = nccl::id_of(id)?;
         self.id = Some((epoch, id));
         // NCCL-1
         if let Some(part) = part.filter(|part| part.epoch == epoch) {
@@ -214,6 +168,3 @@ impl Part {
         self.sums.end(ABORT_PATIENCE).map_err(RankFault::passing)
     }
 }
-
-/// What a part has to tell.
-pub(in crate::rank) type Word = SumWord;

@@ -66,6 +66,18 @@ impl SumDevice {
         })
     }
 
+    pub(super) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    pub(super) fn kernels(&self) -> Arc<Kernels> {
+        self.kernels.clone()
+    }
+
+    pub(super) fn nccl(&self) -> &Arc<Nccl> {
+        &self.nccl
+    }
+
     /// NCCL's version, `(major, minor, patch)`.
     pub fn version(&self) -> (u32, u32, u32) {
         self.nccl.version()

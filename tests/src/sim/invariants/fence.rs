@@ -9,7 +9,7 @@ use eaglet_actors::engine::Command;
 use eaglet_actors::journal::Record;
 use eaglet_runtime::control::{CollectiveId, CoordinatorCommand, Handover, LaneMetrics, Member, RankEvent};
 use eaglet_runtime::digest::Digest;
-use eaglet_runtime::ids::{Epoch, Generation, Seat, Step};
+use eaglet_runtime::ids::{Epoch, Generation, Role, Seat, Step};
 
 use super::book::Book;
 use super::{Checked, broken, lanes, same};
@@ -137,7 +137,10 @@ impl Fence {
                 (members, owners),
                 handover.as_ref(),
             ),
-            CoordinatorCommand::Meet { epoch, id } => self.met(seat, generation, *epoch, id),
+            // Shards of verifiers meet in the epochs of their teams.
+            CoordinatorCommand::Meet { epoch, id } if seat.role == Role::Draft => {
+                self.met(seat, generation, *epoch, id)
+            }
             CoordinatorCommand::Begin { epoch, step, lanes } => {
                 self.begun(book, seat, generation, *epoch, *step, lanes)
             }
