@@ -39,7 +39,7 @@ pub enum Point {
     Load,
     /// Told to link up with its peers, not linked yet.
     Form,
-    /// Draft: meets its peers over NCCL, and has not met them all.
+    /// Meets its peers over NCCL, and has not met them all.
     Meet,
     /// Linked up, and said so.
     Formed,
@@ -370,7 +370,7 @@ impl Point {
             Victim::Rank(seat, _) => seat.role,
         };
         match self {
-            Self::Load | Self::Link | Self::Form | Self::Formed => true,
+            Self::Load | Self::Link | Self::Form | Self::Meet | Self::Formed => true,
             Self::Extract | Self::Pass | Self::Share | Self::Transfer | Self::Sent => role == Role::Verifier,
             Self::Journaled => false,
             _ => role == Role::Draft,

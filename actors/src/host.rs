@@ -81,7 +81,10 @@ pub async fn join(options: &JoinOptions) -> Result<(), JoinError> {
             End::Over => return Ok(()),
             End::Lost(reason) if options.once => return Err(JoinError::Lost(reason)),
             End::Lost(reason) => {
-                tracing::warn!(reason, "the coordinator is gone: the ranks were ended, waiting for it to come back");
+                tracing::warn!(
+                    reason,
+                    "the coordinator is gone: the ranks were ended, waiting for it to come back"
+                );
             }
         }
     }
@@ -150,7 +153,11 @@ fn is_passing(error: &TransportError) -> bool {
 
 /// The address of this machine from which another one is reached. Nothing is sent.
 fn own_address(of_coordinator: &str) -> io::Result<IpAddr> {
-    let any = if of_coordinator.starts_with('[') { "[::]:0" } else { "0.0.0.0:0" };
+    let any = if of_coordinator.starts_with('[') {
+        "[::]:0"
+    } else {
+        "0.0.0.0:0"
+    };
     let socket = UdpSocket::bind(any)?;
     socket.connect(of_coordinator)?;
     Ok(socket.local_addr()?.ip())
@@ -182,9 +189,12 @@ async fn serve(options: &JoinOptions, address: &str, mut stream: Stream) -> Resu
         Err(reason) => {
             let reason = format!("{reason} (host {})", options.name);
             // What the coordinator does not hear it sees: this host leaves.
-            let _ = stream.events.try_send(HostEvent::Unfit { reason: reason.clone() });
+            let _ = stream.events.try_send(HostEvent::Unfit {
+                reason: reason.clone(),
+            });
             drop(stream.events);
-            while let Ok(Ok(Some(_))) = tokio::time::timeout(LOOK_INTERVAL, stream.commands.message()).await {}
+            while let Ok(Ok(Some(_))) = tokio::time::timeout(LOOK_INTERVAL, stream.commands.message()).await {
+            }
             return Err(JoinError::Unfit(reason));
         }
     };
@@ -325,7 +335,10 @@ fn is_same(directory: &Path, needs: &[PathBuf]) -> bool {
 
 /// How ranks on GPUs are started here.
 fn places(seats: &[(Seat, Option<u16>)]) -> Result<BTreeMap<Seat, Place>, String> {
-    let on_gpus: Vec<(Seat, u16)> = seats.iter().filter_map(|&(seat, gpu)| Some((seat, gpu?))).collect();
+    let on_gpus: Vec<(Seat, u16)> = seats
+        .iter()
+        .filter_map(|&(seat, gpu)| Some((seat, gpu?)))
+        .collect();
     if on_gpus.is_empty() {
         return Ok(BTreeMap::new());
     }

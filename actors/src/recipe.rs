@@ -24,6 +24,8 @@ const FORM_TIMEOUT_MS: u64 = 30_000;
 
 /// NCCL looks at the machine and loads its kernels, which has been seen to take most of a minute.
 pub(crate) const MEETING_TIMEOUT_MS: u64 = 120_000;
+/// A state of tens of gigabytes over the slowest way between two GPUs.
+pub(crate) const STATE_TIMEOUT_MS: u64 = 60_000;
 
 /// Why a run cannot be made of a configuration.
 #[derive(Debug, thiserror::Error)]
@@ -237,6 +239,9 @@ fn decisive(config: &ClusterConfig) -> Result<Value, serde_json::Error> {
         // Sums over slices have other bits. Stages have not, and whole layers go without saying, as they always have.
         verifier["tensor"] = config.verifier.tensor.into();
     }
+    if config.verifier.sums != SumMode::Exact {
+        verifier["sums"] = serde_json::to_value(config.verifier.sums)?;
+    }
     // Products in f32 go without saying, too.
     let mut draft = serde_json::to_value(&config.draft)?;
     if let (Products::F32, Some(draft)) = (config.draft.products, draft.as_object_mut()) {
@@ -294,6 +299,7 @@ pub fn settings(config: &ClusterConfig, contract: Contract) -> Settings {
         contract,
         recipe: digest(config),
         sums: config.training.sums,
+        slice_sums: config.verifier.sums,
         tokens_per_row: config.training.tokens_per_row as u32,
         passes: config.training.passes,
         step_limit: config.training.steps,
@@ -311,6 +317,10 @@ pub fn settings(config: &ClusterConfig, contract: Contract) -> Settings {
         leave_timeout_ms: supervision.drain_timeout_s * 1000,
         form_timeout_ms: match config.training.collective {
             Collective::Links => FORM_TIMEOUT_MS,
+            Collective::Nccl => FORM_TIMEOUT_MS + MEETING_TIMEOUT_MS + STATE_TIMEOUT_MS,
+        },
+        team_timeout_ms: match config.verifier.collective {
+            Collective::Links => FORM_TIMEOUT_MS,
             Collective::Nccl => FORM_TIMEOUT_MS + MEETING_TIMEOUT_MS,
         },
         hosts: config
@@ -320,6 +330,8 @@ pub fn settings(config: &ClusterConfig, contract: Contract) -> Settings {
             .map(|rank| (rank.seat(), rank.host.clone()))
             .collect(),
         host_timeout_ms: supervision.host_timeout_s * 1000,
+        // The sink of an extraction has no state that a device could give.
+        broadcasts_state: config.training.collective == Collective::Nccl && config.run.extract_to.is_none(),
         verifier_restarts: restarts(&config.verifier_restarts),
         draft_restarts: restarts(&config.draft_restarts),
     }

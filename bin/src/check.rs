@@ -84,7 +84,8 @@ fn write(report: &Report, strict: bool, out: &mut dyn Write) -> Result<()> {
     if let Some(nccl) = &report.nccl {
         writeln!(
             out,
-            "gradients are summed over NCCL {}, {}",
+            "{} are summed over NCCL {}, {}",
+            nccl.sums.join(" and "),
             nccl.version,
             nccl.path.display()
         )?;

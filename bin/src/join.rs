@@ -20,7 +20,9 @@ pub(crate) fn command(arguments: &JoinArgs) -> Result<Exit> {
         None => rustix::system::uname().nodename().to_string_lossy().into_owned(),
     };
     // Not `localhost`'s business, and no folder of somebody's choice.
-    let is_name = name.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c));
+    let is_name = name
+        .chars()
+        .all(|c| c.is_ascii_alphanumeric() || "._-".contains(c));
     ensure!(
         is_name && !name.is_empty(),
         "`{name}` is no name of a host; use the name that [[hosts]] gives this machine"

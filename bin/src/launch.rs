@@ -4,8 +4,8 @@ use std::io::{self, IsTerminal, Write};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use eaglet_actors::config::Survey;
 use eaglet_actors::TOKEN_VARIABLE;
+use eaglet_actors::config::Survey;
 use eaglet_actors::coordinator::{self, LaunchOptions, Launched};
 use eaglet_actors::engine::Outcome;
 use eaglet_actors::preflight::{self, Machine, Ready};

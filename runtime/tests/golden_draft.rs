@@ -567,7 +567,8 @@ fn a_row_that_was_sent_ahead_has_the_same_gradient() {
     let (Some(search), Some(cache)) = (stack::search(), stack::cache()) else {
         return;
     };
-    let gpu = Arc::new(Cuda::new(&search, 0, cache, Precision::F32).unwrap_or_else(|error| panic!("{error}")));
+    let gpu =
+        Arc::new(Cuda::new(&search, 0, cache, Precision::F32).unwrap_or_else(|error| panic!("{error}")));
     let case = project_case("default");
     let mut draft = case.draft(Arc::clone(&gpu));
     let spec = draft.spec().clone();
@@ -596,7 +597,9 @@ fn a_row_that_was_sent_ahead_has_the_same_gradient() {
         let [one, other] = batches.map(|batch| {
             let batch = batch.expect("it fits");
             let mut gradient = vec![f32::NAN; parameters.len()];
-            let metrics = draft.gradient(&parameters, &batch, &mut gradient).expect("it fits");
+            let metrics = draft
+                .gradient(&parameters, &batch, &mut gradient)
+                .expect("it fits");
             (metrics.loss.to_bits(), gradient)
         });
         assert_eq!(one.0, other.0, "{dtype:?}");

@@ -4,6 +4,8 @@
 
 #[path = "gpu/nccl.rs"]
 mod nccl;
+#[path = "gpu/slices.rs"]
+mod slices;
 #[path = "../cuda/stand_ins.rs"]
 mod stand_ins;
 

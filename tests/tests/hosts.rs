@@ -26,8 +26,7 @@ const SETS: &[&str] = &[
 /// The verifier on host b, a draft rank on host c, the other one on the coordinator's.
 const PLACES: &[&str] = &["ranks[0].host=b", "ranks[2].host=c"];
 
-const TWO_HOSTS: &str =
-    "hosts=[{name=\"b\", address=\"127.0.0.2\"}, {name=\"c\", address=\"127.0.0.3\"}]";
+const TWO_HOSTS: &str = "hosts=[{name=\"b\", address=\"127.0.0.2\"}, {name=\"c\", address=\"127.0.0.3\"}]";
 
 fn over_hosts(hosts: &str) -> Vec<&str> {
     let mut sets = SETS.to_vec();
@@ -116,11 +115,15 @@ fn ranks_and_hosts_that_are_killed_change_nothing_about_the_weights() {
     // Joined already, and not expected.
     let twice = refused(&directory, "b");
     let words = String::from_utf8_lossy(&twice.stderr).into_owned();
-    assert!(twice.status.code() == Some(1) && words.contains("host b has joined already"), "{words}");
+    assert!(
+        twice.status.code() == Some(1) && words.contains("host b has joined already"),
+        "{words}"
+    );
     let stranger = refused(&directory, "d");
     let words = String::from_utf8_lossy(&stranger.stderr).into_owned();
     assert!(
-        stranger.status.code() == Some(1) && words.contains("cluster.toml has no host d; its [[hosts]] are: b, c"),
+        stranger.status.code() == Some(1)
+            && words.contains("cluster.toml has no host d; its [[hosts]] are: b, c"),
         "{words}"
     );
     // A rank on another host is a rank like any other.
@@ -134,13 +137,18 @@ fn ranks_and_hosts_that_are_killed_change_nothing_about_the_weights() {
     // A host that dies takes its ranks along, and another one takes its place.
     let verifier = cluster.rank("verifier", 0);
     send(b.pid(), Signal::KILL);
-    cluster.wait("the end of a rank without its host", |_| (!is_alive(verifier)).then_some(()));
+    cluster.wait("the end of a rank without its host", |_| {
+        (!is_alive(verifier)).then_some(())
+    });
     let b = Host::join(&directory, "b");
     cluster.wait_for_step(12);
     let finished = cluster.finish();
     completed(&finished);
     assert_eq!(b.left(), Some(0), "the run is over");
-    assert!(said(&finished.lines, "waiting for host b: run `eaglet join"), "{finished:#?}");
+    assert!(
+        said(&finished.lines, "waiting for host b: run `eaglet join"),
+        "{finished:#?}"
+    );
     assert!(said(&finished.lines, "lost host b: "), "{finished:#?}");
     let mut lost: Vec<_> = losses(&directory).into_iter().map(|loss| loss.seat).collect();
     lost.sort();
@@ -154,7 +162,11 @@ fn ranks_and_hosts_that_are_killed_change_nothing_about_the_weights() {
 fn a_host_that_stands_still_and_a_coordinator_that_dies_are_come_back_from() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     // What a lost host's ranks compute until they must have ended is no small part of so short a run.
-    let longer = ["training.steps=200", "supervision.dead_after_ms=2000", "supervision.coordinator_lease_ms=2000"];
+    let longer = [
+        "training.steps=200",
+        "supervision.dead_after_ms=2000",
+        "supervision.coordinator_lease_ms=2000",
+    ];
     let quiet = quiet(folder.path(), &longer);
     let directory = folder.path().join("hosts");
     let mut sets = over_hosts(TWO_HOSTS);
@@ -165,7 +177,9 @@ fn a_host_that_stands_still_and_a_coordinator_that_dies_are_come_back_from() {
     // Its ranks still answer, but nobody could start or end them there.
     let draft = cluster.rank("draft", 1);
     send(c.pid(), Signal::STOP);
-    cluster.wait("the end of a rank of a lost host", |_| (!is_alive(draft)).then_some(()));
+    cluster.wait("the end of a rank of a lost host", |_| {
+        (!is_alive(draft)).then_some(())
+    });
     send(c.pid(), Signal::CONT);
     cluster.wait_for_step(8);
     let ranks = [

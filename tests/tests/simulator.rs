@@ -86,6 +86,19 @@ fn sums_over_nccl_and_over_links_give_the_same_weights() {
     assert_eq!(weights(Plan::small_over_nccl()), weights(Plan::small()));
 }
 
+/// The same weights, whichever way the slices of a verifier take.
+#[test]
+fn slices_over_nccl_and_over_links_give_the_same_weights() {
+    let weights = |plan| {
+        let report = World::of(1, plan).run();
+        report.unwrap_or_else(|violation| panic!("{violation}")).weights
+    };
+    let over_nccl = weights(Plan::small_and_sharded_over_nccl());
+    assert_eq!(over_nccl, weights(Plan::small_and_sharded()));
+    let crashes = crash_everywhere(1, &Plan::small_and_sharded_over_nccl(), same_weights);
+    assert!(crashes > 200, "only {crashes} crashes");
+}
+
 #[test]
 fn a_crash_before_any_command_changes_nothing_about_a_run_with_faults() {
     let mut plan = Plan::small();

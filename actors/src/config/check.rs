@@ -31,7 +31,11 @@ pub(crate) fn required(layers: &mut Layers) {
         }
     }
     let elements = [
-        ("hosts", "name", "give it one, and ranks on it host = \"that name\""),
+        (
+            "hosts",
+            "name",
+            "give it one, and ranks on it host = \"that name\"",
+        ),
         ("ranks", "role", "it is \"verifier\" or \"draft\""),
     ];
     for (list, key, remedy) in elements {
@@ -202,7 +206,7 @@ fn training(config: &ClusterConfig, checker: &mut Checker<'_>) {
                 .to_owned()
         },
     );
-    collective(config, checker);
+    collectives(config, checker);
     let (warmup, decay) = (training.warmup_ratio, training.decay_ratio);
     checker.rule(warmup + decay <= 1.0, &["training.decay_ratio", "training.warmup_ratio"], || {
         format!("training.warmup_ratio = {warmup} and training.decay_ratio = {decay} must not exceed 1 together")
@@ -219,32 +223,58 @@ fn training(config: &ClusterConfig, checker: &mut Checker<'_>) {
     );
 }
 
-fn collective(config: &ClusterConfig, checker: &mut Checker<'_>) {
-    let is_nccl = config.training.collective == Collective::Nccl;
+fn collectives(config: &ClusterConfig, checker: &mut Checker<'_>) {
+    let (training, verifier) = (&config.training, &config.verifier);
+    collective(config, checker, (Role::Draft, training.collective, training.sums));
+    collective(
+        config,
+        checker,
+        (Role::Verifier, verifier.collective, verifier.sums),
+    );
+    checker.rule(
+        verifier.collective == Collective::Links || verifier.tensor > 1,
+        &["verifier.collective", "verifier.tensor"],
+        || {
+            "verifier.collective = \"nccl\" is for the sums of slices, and verifier.tensor = 1 makes none; cut the layers, \
+             or take \"links\""
+                .to_owned()
+        },
+    );
+}
+
+/// The way of what the ranks of a role sum, and the order in which they do.
+fn collective(
+    config: &ClusterConfig,
+    checker: &mut Checker<'_>,
+    (role, way, sums): (Role, Collective, SumMode),
+) {
+    let section = match role {
+        Role::Draft => "training",
+        Role::Verifier => "verifier",
+    };
+    let is_nccl = way == Collective::Nccl;
     let on_host = config
         .ranks
         .iter()
-        .find(|rank| rank.role == Role::Draft && rank.gpu().is_none());
+        .find(|rank| rank.role == role && rank.gpu().is_none());
+    let (collective_key, sums_key) = (format!("{section}.collective"), format!("{section}.sums"));
+    checker.rule(!is_nccl || on_host.is_none(), &[&collective_key, "ranks"], || {
+        let (seat, device) = on_host.map_or_else(Default::default, |rank| {
+            (rank.seat().to_string(), rank.device.clone())
+        });
+        format!(
+            "{collective_key} = \"nccl\" is for {role} ranks on GPUs, and {seat} is on \"{device}\"; give each {role} rank a \
+             device = \"cuda:0\", \"cuda:1\", …, or take \"links\""
+        )
+    });
     checker.rule(
-        !is_nccl || on_host.is_none(),
-        &["training.collective", "ranks"],
+        is_nccl || sums == SumMode::Exact,
+        &[&sums_key, &collective_key],
         || {
-            let (seat, device) = on_host.map_or_else(Default::default, |rank| {
-                (rank.seat().to_string(), rank.device.clone())
-            });
             format!(
-                "training.collective = \"nccl\" is for draft ranks on GPUs, and {seat} is on \"{device}\"; give each draft \
-                 rank a device = \"cuda:0\", \"cuda:1\", …, or take \"links\""
+                "{sums_key} = \"fast\" is for {collective_key} = \"nccl\": sums over links are exact, and nothing would make \
+                 them faster; take \"exact\""
             )
-        },
-    );
-    checker.rule(
-        is_nccl || config.training.sums == SumMode::Exact,
-        &["training.sums", "training.collective"],
-        || {
-            "training.sums = \"fast\" is for training.collective = \"nccl\": sums over links are exact, and nothing would \
-             make them faster; take \"exact\""
-                .to_owned()
         },
     );
 }
@@ -481,7 +511,11 @@ fn hosts(config: &ClusterConfig, checker: &mut Checker<'_>) {
             } else {
                 "is the name of an earlier host"
             };
-            format!("{} = \"{}\" {why}; give every host a name of its own", path("name"), host.name)
+            format!(
+                "{} = \"{}\" {why}; give every host a name of its own",
+                path("name"),
+                host.name
+            )
         });
         let is_used = config.ranks.iter().any(|rank| rank.host == host.name);
         checker.rule(is_used, &[&path("name"), "ranks"], || {
@@ -494,7 +528,10 @@ fn hosts(config: &ClusterConfig, checker: &mut Checker<'_>) {
         });
         let is_address = host.address.is_none_or(|address| !address.is_unspecified());
         checker.rule(is_address, &[&path("address")], || {
-            format!("{} stands for all addresses; name the one that other hosts reach", path("address"))
+            format!(
+                "{} stands for all addresses; name the one that other hosts reach",
+                path("address")
+            )
         });
     }
     let listen = config.run.listen;

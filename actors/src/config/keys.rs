@@ -70,6 +70,8 @@ pub(crate) const KEYS: &[Key] = &[
     key("verifier.products", PRODUCTS),
     key("verifier.pipeline", Kind::Integer(1, 1024)),
     key("verifier.tensor", Kind::Integer(1, 1024)),
+    key("verifier.collective", Kind::Choice(&["links", "nccl"])),
+    key("verifier.sums", Kind::Choice(&["exact", "fast"])),
     key("draft.arch", Kind::Choice(&["llama", "qwen3"])),
     key("draft.vocab_size", COUNT_OR_ZERO),
     key("draft.intermediate_size", COUNT),
@@ -277,7 +279,10 @@ impl Kind {
                 .as_str()
                 .filter(|text| text.parse::<SocketAddr>().is_ok())
                 .map(text),
-            Self::Ip => toml.as_str().filter(|text| text.parse::<IpAddr>().is_ok()).map(text),
+            Self::Ip => toml
+                .as_str()
+                .filter(|text| text.parse::<IpAddr>().is_ok())
+                .map(text),
             Self::Choice(words) => toml.as_str().filter(|text| words.contains(text)).map(text),
             Self::Bool => toml.as_bool().map(ValueKind::Boolean),
             Self::Integer(low, high) => integer(toml, low, high),

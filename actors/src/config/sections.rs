@@ -66,6 +66,12 @@ pub struct VerifierConfig {
     /// Slices that every layer is cut into, side by side, each on a rank of its own. Sums over slices have other bits than
     /// those of a whole layer, so a run directory belongs to one value. Default 1.
     pub tensor: u16,
+    /// Which way the parts that slices have computed take to be summed: `links`, or `nccl`, if all verifier ranks are on GPUs.
+    /// With exact sums the weights of the draft do not depend on it. Default `links`.
+    pub collective: Collective,
+    /// In which order slices are added: `exact`, their own; or `fast`, for `nccl`, whatever is fastest there: other bits, so a
+    /// run directory belongs to one value. Default `exact`.
+    pub sums: SumMode,
 }
 
 impl VerifierConfig {
@@ -86,6 +92,8 @@ impl Default for VerifierConfig {
             products: Products::F32,
             pipeline: 1,
             tensor: 1,
+            collective: Collective::Links,
+            sums: SumMode::Exact,
         }
     }
 }
@@ -185,7 +193,7 @@ pub enum Schedule {
     Constant,
 }
 
-/// Which way the gradients of draft ranks take to be summed.
+/// Which way what is to be summed takes from rank to rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Collective {

@@ -35,7 +35,13 @@ pub(super) fn call(host: HostConfig, directory: &Path, cluster: ActorRef<Cluster
     tokio::spawn(async move {
         if caller.host.start.is_empty() {
             let words = caller.join.join(" ");
-            caller.notice(false, format!("waiting for host {}: run `eaglet {words}` there", caller.host.name));
+            caller.notice(
+                false,
+                format!(
+                    "waiting for host {}: run `eaglet {words}` there",
+                    caller.host.name
+                ),
+            );
         } else {
             caller.keep_running().await;
         }
@@ -97,7 +103,10 @@ impl Caller {
             Some(stderr) => self.pass_on(stderr).await,
             None => None,
         };
-        let status = child.wait().await.map_or_else(|error| error.to_string(), |status| status.to_string());
+        let status = child
+            .wait()
+            .await
+            .map_or_else(|error| error.to_string(), |status| status.to_string());
         match last {
             Some(line) => format!("has ended ({status}): {line}"),
             None => format!("has ended ({status})"),

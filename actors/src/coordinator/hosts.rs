@@ -108,8 +108,12 @@ impl Hosts {
         Self(Arc::new(Shared {
             token,
             dead_after_ms: supervision.dead_after_ms.max(supervision.coordinator_lease_ms),
-            remote: hosts().map(|host| (host.name.clone(), welcome(&host.name))).collect(),
-            addresses: hosts().filter_map(|host| Some((host.name.clone(), host.address?))).collect(),
+            remote: hosts()
+                .map(|host| (host.name.clone(), welcome(&host.name)))
+                .collect(),
+            addresses: hosts()
+                .filter_map(|host| Some((host.name.clone(), host.address?)))
+                .collect(),
             places: config
                 .ranks
                 .iter()
@@ -173,7 +177,10 @@ impl Hosts {
             // One that is gone needs no word.
             let _ = host.try_send(HostCommand::Quit);
         }
-        if tokio::time::timeout(LEAVE_TIMEOUT, self.0.attended.closed()).await.is_err() {
+        if tokio::time::timeout(LEAVE_TIMEOUT, self.0.attended.closed())
+            .await
+            .is_err()
+        {
             tracing::warn!("a host has not left");
         }
     }
@@ -206,7 +213,12 @@ impl Hosts {
     }
 
     /// A stream of a host that may join, from its welcome to its end.
-    async fn attend(self, join: Join, welcome: HostWelcome, joined: (EventStream<HostEvent>, mpsc::Sender<HostCommand>)) {
+    async fn attend(
+        self,
+        join: Join,
+        welcome: HostWelcome,
+        joined: (EventStream<HostEvent>, mpsc::Sender<HostCommand>),
+    ) {
         let (mut events, commands) = joined;
         let name = join.name;
         let attended = self.0.attended.subscribe();
@@ -214,7 +226,10 @@ impl Hosts {
         // The order counts: what was started after this is not the business of this stream.
         let is_joined = {
             let mut table = self.table();
-            let is_ours = table.joined.get(&name).is_some_and(|known| known.same_channel(&commands));
+            let is_ours = table
+                .joined
+                .get(&name)
+                .is_some_and(|known| known.same_channel(&commands));
             if is_ours {
                 table.joined.remove(&name);
             }
@@ -235,7 +250,12 @@ impl Hosts {
         let lost: Vec<(Seat, Generation)> = {
             let table = self.table();
             let here = |seat: &Seat| self.0.places.get(seat) == Some(&name);
-            table.ranks.keys().copied().filter(|(seat, _)| here(seat)).collect()
+            table
+                .ranks
+                .keys()
+                .copied()
+                .filter(|(seat, _)| here(seat))
+                .collect()
         };
         tokio::time::sleep(Duration::from_millis(lease_ms)).await;
         for rank in lost {
@@ -326,7 +346,11 @@ impl Receive for Hosts {
             return Err(Refusal::lasting(format!(
                 "cluster.toml has no host {}; its [[hosts]] are: {}",
                 join.name,
-                if known.is_empty() { "none".to_owned() } else { known.join(", ") }
+                if known.is_empty() {
+                    "none".to_owned()
+                } else {
+                    known.join(", ")
+                }
             )));
         };
         if self.0.cluster.get().is_none() {

@@ -390,7 +390,7 @@ fn rank_view(seat: &SeatView, shares: Option<Shares>) -> RankView {
         | Activity::AwaitingPeers
         | Activity::AwaitingCommit => "",
         Activity::Generating => "answering held-out prompts",
-        Activity::Meeting => "meeting the other draft ranks over NCCL",
+        Activity::Meeting => "meeting its peers over NCCL",
         Activity::Reducing => "summing gradients",
         Activity::Applying => "applying the step",
         Activity::Donating => "giving its state to a peer",

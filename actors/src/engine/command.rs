@@ -2,7 +2,9 @@
 
 use std::path::PathBuf;
 
-use eaglet_runtime::control::{Acceptance, BulkAddress, CoordinatorCommand, Member, RankEvent, StepMetrics, Turn};
+use eaglet_runtime::control::{
+    Acceptance, BulkAddress, CoordinatorCommand, Member, RankEvent, StepMetrics, Turn,
+};
 use eaglet_runtime::ids::{Generation, Role, RowId, SampleSeq, Seat, Unit};
 use serde::{Deserialize, Serialize};
 

@@ -3,8 +3,12 @@
 //! A replica without a state takes it from a healthy peer; only if nobody has one, from the latest checkpoint, and the
 //! journal's steps after it are then done again with the same batches. A replica that joins a running group builds its
 //! model first, and takes its state at the next step boundary.
+//!
+//! HANDOVER: over links a replica takes its state before it is invited. Over NCCL it is invited without one: all meet, the
+//! donor's state goes round, and the epoch is formed when those who needed it hold that very state. Until then they
+//! count as holding none, whatever they held before.
 
-use eaglet_runtime::control::{Activity, CollectiveId, CoordinatorCommand, DraftOrigin};
+use eaglet_runtime::control::{Activity, CollectiveId, CoordinatorCommand, DraftOrigin, Handover};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, Role, Seat, Step};
 
@@ -64,6 +68,7 @@ impl Engine {
         self.formed = false;
         self.has_id = false;
         self.enroll(Vec::new());
+        self.handover = None;
         self.step_phase = StepPhase::Idle;
         let epoch = self.epoch;
         let ready: Vec<Seat> = self
@@ -82,9 +87,10 @@ impl Engine {
         if state.status != Status::Loading || state.loads != load {
             return;
         }
+        let is_state = !state.builds_only;
         if let Some(known) = self
             .latest_checkpoint()
-            .filter(|known| known.step == step && known.state != digest)
+            .filter(|known| is_state && known.step == step && known.state != digest)
         {
             let folder = known.folder.display().to_string();
             self.fail(format!(
@@ -97,8 +103,8 @@ impl Engine {
         state.status = Status::Ready;
         state.since_ms = now_ms;
         state.donor = None;
-        // Who only built its model beside a running group holds nothing that counts.
-        state.state = (!state.builds_only).then_some((step, digest));
+        // Who only built its model holds nothing that counts.
+        state.state = is_state.then_some((step, digest));
     }
 
     /// A donor says that its state did not get through: it is asked for again.
@@ -128,11 +134,44 @@ impl Engine {
     }
 
     pub(super) fn group_ready(&mut self, seat: Seat, epoch: Epoch) {
-        self.seats.get_mut(seat).joined = Some(epoch);
+        // HANDOVER
+        if !self.takes_state(seat, epoch) {
+            self.seats.get_mut(seat).joined = Some(epoch);
+        }
+    }
+
+    /// Whether the present epoch has a state for a seat.
+    fn takes_state(&self, seat: Seat, epoch: Epoch) -> bool {
+        let takes = |handover: &Handover| handover.receivers.contains(&seat.index);
+        seat.role == Role::Draft && epoch == self.epoch && self.handover.as_ref().is_some_and(takes)
+    }
+
+    /// A member holds the state that went round.
+    pub(super) fn state_taken(&mut self, seat: Seat, epoch: Epoch, step: Step, digest: Digest) {
+        // FENCE: states of an older epoch, and those that nobody was to take, are none.
+        if !self.takes_state(seat, epoch) || self.seats.get(seat).status != Status::Ready {
+            return;
+        }
+        let given = self
+            .handover
+            .as_ref()
+            .map(|handover| (handover.step, handover.state));
+        if given != Some((step, digest)) {
+            self.seats.get_mut(seat).status = Status::Loading;
+            self.kill(seat, "the state that it has taken is not the one that was given");
+            return;
+        }
+        let mut state = self.seats.get_mut(seat);
+        state.state = given;
+        state.joined = Some(epoch);
     }
 
     /// The first member has made what the others need to meet it: it is passed on once an epoch.
     pub(super) fn collective_id(&mut self, seat: Seat, epoch: Epoch, id: &CollectiveId) {
+        if seat.role == Role::Verifier {
+            self.team_collective_id(seat, epoch, id);
+            return;
+        }
         // FENCE: an id of an older epoch, the same one again, or somebody else's is not heard.
         let is_first = self.members().next() == Some(seat);
         if epoch != self.epoch || !is_first || self.has_id {
@@ -179,19 +218,12 @@ impl Engine {
         if self.seats.census().somebody_adopts() {
             return;
         }
-        let Some(common) = self.agreed_state(owners.iter().copied().map(Seat::draft)) else {
-            return;
+        let common = if self.settings.broadcasts_state {
+            self.state_of_most(&owners)
+        } else {
+            self.agreed_state(owners.iter().copied().map(Seat::draft))
         };
-        let here: Vec<Seat> = self
-            .seats
-            .active(Role::Draft)
-            .filter(|&seat| {
-                let state = self.seats.get(seat);
-                state.status == Status::Ready
-                    && state.applying_since_ms.is_none()
-                    && state.state == Some(common)
-            })
-            .collect();
+        let Some(common) = common else { return };
         // SAME: whoever is ready at this step with other weights was spoilt on the way.
         let spoilt: Vec<Seat> = self
             .seats
@@ -207,6 +239,18 @@ impl Engine {
             self.seats.get_mut(seat).status = Status::Loading;
             self.kill(seat, "its weights are not those of the others at the same step");
         }
+        let broadcasts = self.settings.broadcasts_state;
+        let here: Vec<Seat> = self
+            .seats
+            .active(Role::Draft)
+            .filter(|&seat| {
+                let state = self.seats.get(seat);
+                state.status == Status::Ready
+                    && state.applying_since_ms.is_none()
+                    && (broadcasts || state.state == Some(common))
+            })
+            .collect();
+        self.hand_over(&here, common);
         self.enroll(here.iter().map(|seat| seat.index).collect());
         self.forming_since_ms = self.now_ms;
         let epoch = self.epoch;
@@ -221,9 +265,46 @@ impl Engine {
                     epoch,
                     members: members.clone(),
                     owners: owners.clone(),
+                    handover: self.handover.clone(),
                 },
             );
         }
+    }
+
+    /// HANDOVER: the latest state that some replica holds, once the owners of all lanes are there to meet.
+    fn state_of_most(&mut self, owners: &[u16]) -> Option<(Step, Digest)> {
+        let owners = || owners.iter().copied().map(Seat::draft);
+        let is_free = |seat: Seat| {
+            let state = self.seats.get(seat);
+            state.status == Status::Ready && state.applying_since_ms.is_none()
+        };
+        let (step, best) = self.best_state()?;
+        if !is_free(best) || !owners().all(is_free) {
+            return None;
+        }
+        let at_step = |seat: &Seat| self.seats.get(*seat).state.is_some_and(|(at, _)| at == step);
+        let holders: Vec<Seat> = owners().filter(at_step).collect();
+        if holders.is_empty() {
+            return self.seats.get(best).state;
+        }
+        self.agreed_state(holders.into_iter())
+    }
+
+    /// HANDOVER: decides whose state goes to whom among those who are invited.
+    fn hand_over(&mut self, here: &[Seat], common: (Step, Digest)) {
+        let (holders, receivers): (Vec<Seat>, Vec<Seat>) = here
+            .iter()
+            .partition(|&&seat| self.seats.get(seat).state == Some(common));
+        for &seat in &receivers {
+            self.seats.get_mut(seat).state = None;
+        }
+        let donor = holders.first().filter(|_| !receivers.is_empty());
+        self.handover = donor.map(|donor| Handover {
+            donor: donor.index,
+            receivers: receivers.iter().map(|seat| seat.index).collect(),
+            step: common.0,
+            state: common.1,
+        });
     }
 
     /// Members that keep the others waiting for the epoch to form.
@@ -231,21 +312,22 @@ impl Engine {
         if self.formed || self.now_ms <= self.forming_since_ms + self.settings.form_timeout_ms {
             return Vec::new();
         }
-        let missing = || {
-            self.members()
-                .filter(|&seat| self.seats.get(seat).joined != Some(self.epoch))
-        };
+        let missing = self
+            .members()
+            .filter(|&seat| self.seats.get(seat).joined != Some(self.epoch))
+            .collect();
+        self.to_blame(missing)
+    }
+
+    /// Of members that are not there in time, those that are the cause.
+    pub(super) fn to_blame(&self, missing: Vec<Seat>) -> Vec<Seat> {
         let waits = |seat: &Seat| {
             let beat = self.seats.get(*seat).beat;
             beat.is_some_and(|beat| beat.activity == Activity::Meeting)
         };
         // Whoever waits for another one to meet it is not the cause, as long as there is another one.
-        let late: Vec<Seat> = missing().filter(|seat| !waits(seat)).collect();
-        if late.is_empty() {
-            missing().collect()
-        } else {
-            late
-        }
+        let late: Vec<Seat> = missing.iter().copied().filter(|seat| !waits(seat)).collect();
+        if late.is_empty() { missing } else { late }
     }
 
     /// The state that all members hold, if they do and nothing is on its way to them.
@@ -336,14 +418,9 @@ impl Engine {
             return;
         }
         let seats: Vec<Seat> = self.seats.active(Role::Draft).collect();
-        // Steps before the latest checkpoint are not done again: whoever is left behind it reads it, too.
         let saved = self.latest_checkpoint().map(|known| known.step);
-        let best = seats
-            .iter()
-            .filter(|&&seat| self.seats.get(seat).status == Status::Ready)
-            .filter_map(|&seat| self.seats.get(seat).state.map(|(step, _)| (step, seat)))
-            .filter(|&(step, _)| saved.is_none_or(|saved| step >= saved))
-            .max_by_key(|&(step, seat)| (step, std::cmp::Reverse(seat)));
+        let best = self.best_state();
+        let broadcasts = self.settings.broadcasts_state;
         for seat in seats {
             let state = self.seats.get(seat);
             let behind = !self.formed
@@ -351,6 +428,8 @@ impl Engine {
                 && state.status == Status::Ready
                 && state.applying_since_ms.is_none()
                 && match (state.state, best) {
+                    // HANDOVER
+                    (_, Some(_)) if broadcasts => false,
                     (Some((step, _)), Some((top, _))) => step < top,
                     (Some((step, _)), None) => saved.is_some_and(|saved| step < saved),
                     (None, _) => true,
@@ -360,9 +439,9 @@ impl Engine {
                 continue;
             }
             // A running group is not held up: the newcomer builds its model, and takes a state at the next boundary.
-            let builds_only = self.formed || !self.members.is_empty();
+            let builds_only = is_settled || broadcasts && best.is_some();
             let origin = match best {
-                _ if builds_only => DraftOrigin::Initial,
+                _ if builds_only => DraftOrigin::Later,
                 Some((_, donor)) if donor != seat => {
                     let to = self.seats.get(seat).member(seat);
                     let from = self.seats.get(donor).member(donor);
@@ -397,5 +476,17 @@ impl Engine {
                 },
             );
         }
+    }
+
+    /// The latest step that a replica holds a state of, and the first of those who do.
+    fn best_state(&self) -> Option<(Step, Seat)> {
+        // Steps before the latest checkpoint are not done again: whoever is left behind it reads it, too.
+        let saved = self.latest_checkpoint().map(|known| known.step);
+        self.seats
+            .active(Role::Draft)
+            .filter(|&seat| self.seats.get(seat).status == Status::Ready)
+            .filter_map(|seat| self.seats.get(seat).state.map(|(step, _)| (step, seat)))
+            .filter(|&(step, _)| saved.is_none_or(|saved| step >= saved))
+            .max_by_key(|&(step, seat)| (step, std::cmp::Reverse(seat)))
     }
 }

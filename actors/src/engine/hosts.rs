@@ -111,7 +111,10 @@ impl Engine {
             .hosts
             .hosts
             .iter()
-            .filter(|(_, host)| host.absent_since_ms.is_some_and(|since| since + limit_ms < self.now_ms))
+            .filter(|(_, host)| {
+                host.absent_since_ms
+                    .is_some_and(|since| since + limit_ms < self.now_ms)
+            })
             .map(|(name, _)| name.clone())
             .collect();
         for name in late {
@@ -145,7 +148,9 @@ impl Engine {
                 "{story}; run `eaglet join` there, on this run's directory, and launch again"
             ));
         } else {
-            self.warn(format!("{story}; the run goes on with the others, and takes it in when it joins"));
+            self.warn(format!(
+                "{story}; the run goes on with the others, and takes it in when it joins"
+            ));
         }
     }
 }

@@ -46,7 +46,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 pub use command::{Command, Event, Notice, Outcome, SeatChange, StepReport, StoredSample};
-use eaglet_runtime::control::{Acceptance, RankEvent};
+use eaglet_runtime::control::{Acceptance, Handover, RankEvent};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, SampleSeq, Seat, Step};
 use eaglet_runtime::samples::Location;
@@ -161,6 +161,8 @@ pub struct Engine {
     collective_faults: u32,
     /// Whether the id of the present epoch was passed on. An older one is never needed again, so no record holds it.
     has_id: bool,
+    /// Whose state goes to whom in the present epoch.
+    handover: Option<Handover>,
     extracted_tokens: u64,
     launch: u32,
     leaving_since_ms: u64,
@@ -224,6 +226,7 @@ impl Engine {
             rift: None,
             collective_faults: 0,
             has_id: false,
+            handover: None,
             extracted_tokens: 0,
             launch: 0,
             leaving_since_ms: now_ms,
@@ -367,6 +370,7 @@ impl Engine {
                 self.collective_broken(seat, generation, epoch, &reason);
             }
             RankEvent::GroupReady { epoch } => self.group_ready(seat, epoch),
+            RankEvent::StateTaken { epoch, step, state } => self.state_taken(seat, epoch, step, state),
             RankEvent::Extracted { row, lease, tokens } => self.row_extracted(seat, row, lease, tokens),
             RankEvent::NotSent {
                 row,

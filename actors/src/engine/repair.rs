@@ -7,11 +7,12 @@ use super::rows::{Occupant, RowState};
 use super::seats::Status;
 
 /// The end of a process is known well before this.
-pub(super) const BROKEN_LINK_PATIENCE_MS: u64 = 300;
+const BROKEN_LINK_PATIENCE_MS: u64 = 300;
 /// So many epochs in a row may break over NCCL, without a step in between, before a run is given up.
 const COLLECTIVE_FAULTS: u32 = 5;
 
 /// What the members of an epoch cannot do together any more.
+#[derive(Clone, Debug)]
 pub(super) struct Rift {
     /// Who it shows at, or the other end of a link.
     seat: Seat,
@@ -20,8 +21,60 @@ pub(super) struct Rift {
     /// When it was heard of.
     since_ms: u64,
     /// What was seen.
-    what: String,
+    pub(super) what: String,
     is_collective: bool,
+}
+
+impl Rift {
+    /// A link to somebody broke.
+    pub(super) fn of_link(from: Seat, generation: Generation, epoch: Epoch, now_ms: u64) -> Self {
+        Self {
+            seat: from,
+            generation,
+            epoch,
+            since_ms: now_ms,
+            what: format!("a link from {from} broke, and {from} lives"),
+            is_collective: false,
+        }
+    }
+
+    /// What somebody does over NCCL broke.
+    pub(super) fn of_collective(
+        seat: Seat,
+        generation: Generation,
+        epoch: Epoch,
+        reason: &str,
+        now_ms: u64,
+    ) -> Self {
+        Self {
+            seat,
+            generation,
+            epoch,
+            since_ms: now_ms,
+            what: format!("the collectives of {seat} broke: {reason}"),
+            is_collective: true,
+        }
+    }
+
+    /// Whether nobody's end was heard of in time to explain it.
+    pub(super) fn is_due(&self, now_ms: u64) -> bool {
+        now_ms >= self.since_ms + BROKEN_LINK_PATIENCE_MS
+    }
+
+    /// Counts epochs that broke over NCCL in a row; why the run ends, if there were too many without any work in between.
+    pub(super) fn count(&self, faults: &mut u32, work: &str, ranks: &str, key: &str) -> Option<String> {
+        if !self.is_collective {
+            return None;
+        }
+        *faults += 1;
+        (*faults >= COLLECTIVE_FAULTS).then(|| {
+            format!(
+                "{}; that is {COLLECTIVE_FAULTS} times in a row without a {work}: look for NCCL's words in the logs of \
+                 {ranks} ranks (NCCL_DEBUG=INFO tells more), or set {key} = \"links\"",
+                self.what
+            )
+        })
+    }
 }
 
 impl Engine {
@@ -53,14 +106,7 @@ impl Engine {
             // FENCE: links of an older epoch are gone with it. Most often the sender has just died, and its end is on
             // the way: tick waits for it.
             if epoch == self.epoch && !self.members.is_empty() {
-                self.rift = Some(Rift {
-                    seat: from,
-                    generation: sender,
-                    epoch,
-                    since_ms: self.now_ms,
-                    what: format!("a link from {from} broke, and {from} lives"),
-                    is_collective: false,
-                });
+                self.rift = Some(Rift::of_link(from, sender, epoch, self.now_ms));
             }
             return;
         }
@@ -82,6 +128,10 @@ impl Engine {
         epoch: Epoch,
         reason: &str,
     ) {
+        if seat.role == Role::Verifier {
+            self.team_collective_broken(seat, generation, epoch, reason);
+            return;
+        }
         // FENCE: collectives of an older epoch are aborted.
         if epoch != self.epoch || !self.is_member(seat) {
             return;
@@ -92,38 +142,24 @@ impl Engine {
             .is_some_and(|rift| rift.is_collective && rift.epoch == epoch);
         // The others see the same a little later.
         if !is_known {
-            self.rift = Some(Rift {
-                seat,
-                generation,
-                epoch,
-                since_ms: self.now_ms,
-                what: format!("the collectives of {seat} broke: {reason}"),
-                is_collective: true,
-            });
+            self.rift = Some(Rift::of_collective(seat, generation, epoch, reason, self.now_ms));
         }
     }
 
     /// Forms the group again if a link between two replicas, or what they do over NCCL, broke and all are still alive a
     /// while later.
     pub(super) fn mend_group(&mut self) {
-        let patience_ms = BROKEN_LINK_PATIENCE_MS;
         let now_ms = self.now_ms;
-        let Some(rift) = self.rift.take_if(|rift| now_ms >= rift.since_ms + patience_ms) else {
+        let Some(rift) = self.rift.take_if(|rift| rift.is_due(now_ms)) else {
             return;
         };
         if !self.seats.is_current(rift.seat, rift.generation) || rift.epoch != self.epoch {
             return;
         }
-        if rift.is_collective {
-            self.collective_faults += 1;
-            if self.collective_faults >= COLLECTIVE_FAULTS {
-                self.fail(format!(
-                    "{}; that is {COLLECTIVE_FAULTS} times in a row without a step: look for NCCL's words in the logs of \
-                     draft ranks (NCCL_DEBUG=INFO tells more), or set training.collective = \"links\"",
-                    rift.what
-                ));
-                return;
-            }
+        let key = "training.collective";
+        if let Some(report) = rift.count(&mut self.collective_faults, "step", "draft", key) {
+            self.fail(report);
+            return;
         }
         self.warn(format!("{}; the epoch is formed again", rift.what));
         self.restart_epoch();

@@ -59,7 +59,7 @@ pub(super) struct SeatState {
     pub(super) applying_since_ms: Option<u64>,
     /// Draft only: how often it was told to load.
     pub(super) loads: u32,
-    /// Draft only: it builds its model beside a running group, and its state is none.
+    /// Draft only: it builds its model beside a running group, or before the one that has its state; its own is none.
     pub(super) builds_only: bool,
     /// Draft only: it is given no state before this.
     pub(super) heal_after_ms: u64,
@@ -402,7 +402,7 @@ impl Engine {
             ));
         }
         for seat in self.late_in_teams() {
-            let limit_ms = self.settings.form_timeout_ms;
+            let limit_ms = self.settings.team_timeout_ms;
             late.push((
                 seat,
                 format!("it did not link up with the other shards of its verifier within {limit_ms} ms"),

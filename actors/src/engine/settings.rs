@@ -178,6 +178,8 @@ pub struct Settings {
     pub recipe: eaglet_runtime::digest::Digest,
     /// In which order gradients of lanes are added: whether a step that is done again by others has the same bits.
     pub sums: SumMode,
+    /// In which order the slices of a verifier are added: whether a row that is extracted again has the same bits.
+    pub slice_sums: SumMode,
     /// Capacity of a row.
     pub tokens_per_row: u32,
     /// Passes over each sample.
@@ -208,6 +210,10 @@ pub struct Settings {
     pub step_timeout_ms: u64,
     /// The members of an epoch must have linked up within this.
     pub form_timeout_ms: u64,
+    /// The shards of a verifier must have linked up within this.
+    pub team_timeout_ms: u64,
+    /// Whether a draft replica's state reaches those who need it when an epoch has met, rather than over a link before.
+    pub broadcasts_state: bool,
     /// Ranks that were told to leave get this long.
     pub leave_timeout_ms: u64,
     /// Hosts of the seats that are not on the coordinator's machine.
@@ -224,6 +230,11 @@ impl Settings {
     /// Ranks of one replica of the verifier. Seats `n · shards` to `(n + 1) · shards - 1` are replica `n`.
     pub fn shards(&self) -> u16 {
         self.pipeline.max(1).saturating_mul(self.tensor.max(1))
+    }
+
+    /// Whether a step that is done again has the same bits, whoever does it.
+    pub fn repeats_bits(&self) -> bool {
+        self.sums == SumMode::Exact && self.slice_sums == SumMode::Exact
     }
 
     /// The restart policy of a role.

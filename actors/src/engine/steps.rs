@@ -6,7 +6,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-use eaglet_runtime::collective::SumMode;
 use eaglet_runtime::control::{Acceptance, Activity, CoordinatorCommand, LaneMetrics};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Seat, Step};
@@ -345,7 +344,7 @@ impl Engine {
         };
         if replay {
             let differs = self.history.get(&step).is_some_and(|known| *known != digests);
-            if differs && self.settings.sums == SumMode::Fast {
+            if differs && !self.settings.repeats_bits() {
                 // Their bits depend on who the members were.
                 self.warn_quietly(format!(
                     "step {step} was committed before with other bits, as fast sums may have"

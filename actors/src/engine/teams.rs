@@ -11,10 +11,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{Deref, DerefMut};
 
-use eaglet_runtime::control::{CoordinatorCommand, Member, Turn};
+use eaglet_runtime::control::{CollectiveId, CoordinatorCommand, Member, Turn};
 use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat};
 
-use super::repair::BROKEN_LINK_PATIENCE_MS;
+use super::repair::Rift;
 use super::seats::{SeatState, Status};
 use super::{Engine, Phase};
 
@@ -52,8 +52,12 @@ pub(super) struct Team {
     turns: u64,
     /// When it was last seen to come on.
     progress_ms: u64,
-    /// A link between members that broke: its other end, and when that was heard.
-    broken_link: Option<(Seat, Generation, u64)>,
+    /// What members cannot do together any more: a link, or sums over NCCL.
+    rift: Option<Rift>,
+    /// Stages whose slices were told the id that they meet by.
+    met_by_id: BTreeSet<u16>,
+    /// Epochs in a row that broke over NCCL, without a row in between.
+    collective_faults: u32,
 }
 
 impl Team {
@@ -227,7 +231,9 @@ impl Engine {
                 leases: BTreeMap::new(),
                 turns: 0,
                 progress_ms: now_ms,
-                broken_link: None,
+                rift: None,
+                met_by_id: BTreeSet::new(),
+                collective_faults: 0,
             });
             let (epoch, stage) = (team.epoch, team.stage);
             match stage {
@@ -307,7 +313,9 @@ impl Engine {
             leases: BTreeMap::new(),
             turns: 0,
             progress_ms: self.now_ms,
-            broken_link: None,
+            rift: None,
+            met_by_id: BTreeSet::new(),
+            collective_faults: team.collective_faults,
         };
         drop(team);
         self.seats.stir(replica);
@@ -366,6 +374,7 @@ impl Engine {
         team.progress_ms = self.now_ms;
         if all {
             team.leases.remove(&lease);
+            team.collective_faults = 0;
         }
         Some(all)
     }
@@ -381,7 +390,47 @@ impl Engine {
         };
         // FENCE: links of an older epoch are gone with it.
         if team.epoch == epoch && team.stage != Stage::Apart {
-            team.broken_link.get_or_insert((from, sender, now_ms));
+            team.rift
+                .get_or_insert_with(|| Rift::of_link(from, sender, epoch, now_ms));
+        }
+    }
+
+    /// A member's sums over NCCL failed. Most often another member has just died, as above.
+    pub(super) fn team_collective_broken(
+        &mut self,
+        seat: Seat,
+        generation: Generation,
+        epoch: Epoch,
+        reason: &str,
+    ) {
+        let (replica, now_ms) = (self.replica_of(seat), self.now_ms);
+        let Some(team) = self.teams.by_replica.get_mut(&replica) else {
+            return;
+        };
+        // FENCE: collectives of an older epoch are aborted. The others see the same a little later.
+        if team.epoch == epoch && team.stage != Stage::Apart {
+            team.rift
+                .get_or_insert_with(|| Rift::of_collective(seat, generation, epoch, reason, now_ms));
+        }
+    }
+
+    /// The first slice of a stage has made what the others need to meet it over NCCL: it is passed on once an epoch.
+    pub(super) fn team_collective_id(&mut self, seat: Seat, epoch: Epoch, id: &CollectiveId) {
+        let (replica, slices) = (self.replica_of(seat), self.settings.tensor.max(1));
+        let shard = seat.index % self.settings.shards();
+        let (stage, slice) = (shard / slices, shard % slices);
+        let Some(team) = self.teams.by_replica.get_mut(&replica) else {
+            return;
+        };
+        // FENCE: an id of an older epoch, the same one again, or somebody else's is not heard.
+        let is_present = team.epoch == epoch && team.stage != Stage::Apart;
+        if !is_present || slice != 0 || !team.met_by_id.insert(stage) {
+            return;
+        }
+        for beside in 1..slices {
+            let id = id.clone();
+            let to = Seat::verifier(seat.index + beside);
+            self.send(to, CoordinatorCommand::Meet { epoch, id });
         }
     }
 
@@ -389,17 +438,22 @@ impl Engine {
     /// not come on though nobody works: a message was lost.
     pub(super) fn mend_teams(&mut self) {
         let now_ms = self.now_ms;
-        let broken: Vec<(u16, Seat)> = self
-            .teams
-            .by_replica
-            .iter()
-            .filter_map(|(&replica, team)| Some((replica, team.broken_link?)))
-            .filter(|(_, (_, _, since_ms))| now_ms >= since_ms + BROKEN_LINK_PATIENCE_MS)
-            .map(|(replica, (from, ..))| (replica, from))
-            .collect();
-        for (replica, from) in broken {
+        let mut broken = Vec::new();
+        for (&replica, team) in &mut self.teams.by_replica {
+            if let Some(rift) = team.rift.take_if(|rift| rift.is_due(now_ms)) {
+                let faults = &mut team.collective_faults;
+                let report = rift.count(faults, "row", "verifier", "verifier.collective");
+                broken.push((replica, rift, report));
+            }
+        }
+        for (replica, rift, report) in broken {
+            if let Some(report) = report {
+                self.fail(report);
+                return;
+            }
             self.warn(format!(
-                "a link from {from} broke, and {from} lives; {} is linked up again",
+                "{}; {} is linked up again",
+                rift.what,
                 self.name_of_replica(replica)
             ));
             self.disband(replica);
@@ -439,12 +493,14 @@ impl Engine {
             let Stage::Forming { since_ms } = team.stage else {
                 continue;
             };
-            if self.now_ms > since_ms + self.settings.form_timeout_ms {
-                late.extend(
-                    self.seats_of_replica(replica)
-                        .filter(|&seat| self.seats.get(seat).joined != Some(team.epoch)),
-                );
+            if self.now_ms <= since_ms + self.settings.team_timeout_ms {
+                continue;
             }
+            let missing: Vec<Seat> = self
+                .seats_of_replica(replica)
+                .filter(|&seat| self.seats.get(seat).joined != Some(team.epoch))
+                .collect();
+            late.extend(self.to_blame(missing));
         }
         late
     }

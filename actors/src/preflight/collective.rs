@@ -1,4 +1,4 @@
-//! NCCL, if gradients are summed over it: which one is there, and whether it takes the draft ranks as they are placed.
+//! NCCL, if something is summed over it: which one is there, and whether it takes the ranks as they are placed.
 
 use std::path::PathBuf;
 
@@ -21,37 +21,71 @@ pub struct NcclSummary {
     pub version: String,
     /// The file that was opened.
     pub path: PathBuf,
+    /// What is summed over it.
+    pub sums: Vec<&'static str>,
 }
+
+/// Ranks that are to sum over NCCL.
+#[derive(Clone, Copy)]
+struct Use {
+    role: Role,
+    key: &'static str,
+    what: &'static str,
+}
+
+const GRADIENTS: Use = Use {
+    role: Role::Draft,
+    key: "training.collective",
+    what: "gradients",
+};
+const SLICES: Use = Use {
+    role: Role::Verifier,
+    key: "verifier.collective",
+    what: "slices",
+};
 
 /// Looks for NCCL, if it is wanted.
 pub(super) fn look(findings: &mut Findings<'_>) -> Option<NcclSummary> {
     let config = &findings.survey().config;
-    if config.training.collective != Collective::Nccl || config.run.extract_to.is_some() {
-        return None;
-    }
+    let trains = config.run.extract_to.is_none();
+    let is_cut = config.verifier.tensor > 1;
+    let uses: Vec<Use> = [
+        (
+            GRADIENTS,
+            config.training.collective == Collective::Nccl && trains,
+        ),
+        (SLICES, config.verifier.collective == Collective::Nccl && is_cut),
+    ]
+    .into_iter()
+    .filter_map(|(of, is_wanted)| is_wanted.then_some(of))
+    .collect();
+    let key = uses.first()?.key;
     let nccl = match Nccl::open(&SearchPath::here()) {
         Ok(nccl) => nccl,
         Err(error) => {
-            let text = format!("training.collective = \"nccl\": {error}, or take \"links\"");
-            findings.add(Severity::Fatal, Topic::Device, "training.collective", text);
+            let text = format!("{key} = \"nccl\": {error}, or take \"links\"");
+            findings.add(Severity::Fatal, Topic::Device, key, text);
             return None;
         }
     };
     let version = nccl.version();
     let may_share = std::env::var(SHARES_VARIABLE).is_ok_and(|value| value == "1");
-    if let Some(text) = refusal(config, version, may_share) {
-        findings.add(Severity::Fatal, Topic::Device, "training.collective", text);
+    for of in &uses {
+        if let Some(text) = refusal(config, *of, version, may_share) {
+            findings.add(Severity::Fatal, Topic::Device, of.key, text);
+        }
     }
     let (major, minor, patch) = version;
     Some(NcclSummary {
         version: format!("{major}.{minor}.{patch}"),
         path: nccl.path().to_owned(),
+        sums: uses.iter().map(|of| of.what).collect(),
     })
 }
 
-/// Why NCCL would not take the draft ranks.
-fn refusal(config: &ClusterConfig, version: (u32, u32, u32), may_share: bool) -> Option<String> {
-    let (device, seats) = shared(config)?;
+/// Why NCCL would not take the ranks of a role.
+fn refusal(config: &ClusterConfig, of: Use, version: (u32, u32, u32), may_share: bool) -> Option<String> {
+    let (device, seats) = shared(config, of.role)?;
     let (major, minor, patch) = version;
     let knows = (major, minor) >= SHARES_SINCE;
     if knows && may_share {
@@ -67,22 +101,23 @@ fn refusal(config: &ClusterConfig, version: (u32, u32, u32), may_share: bool) ->
     };
     let seats: Vec<String> = seats.iter().map(Seat::to_string).collect();
     Some(format!(
-        "training.collective = \"nccl\": {} share {device}, and NCCL refuses two ranks on one GPU; give each a GPU of its own, \
+        "{} = \"nccl\": {} share {device}, and NCCL refuses two ranks on one GPU; give each a GPU of its own, \
          or take \"links\"; {remedy}",
+        of.key,
         seats.join(" and ")
     ))
 }
 
-/// The first GPU that several draft ranks are on, and who they are.
-fn shared(config: &ClusterConfig) -> Option<(&str, Vec<Seat>)> {
-    let drafts = || {
+/// The first GPU that several ranks of a role are on, and who they are.
+fn shared(config: &ClusterConfig, role: Role) -> Option<(&str, Vec<Seat>)> {
+    let ranks = || {
         config
             .ranks
             .iter()
-            .filter(|rank| rank.role == Role::Draft && rank.gpu().is_some())
+            .filter(|rank| rank.role == role && rank.gpu().is_some())
     };
-    drafts().find_map(|rank| {
-        let seats: Vec<Seat> = drafts()
+    ranks().find_map(|rank| {
+        let seats: Vec<Seat> = ranks()
             .filter(|other| (&other.device, &other.host) == (&rank.device, &rank.host))
             .map(|other| other.seat())
             .collect();
@@ -95,11 +130,11 @@ mod tests {
     use super::*;
     use crate::config::RankConfig;
 
-    fn config(devices: &[&str]) -> ClusterConfig {
+    fn config(role: Role, devices: &[&str]) -> ClusterConfig {
         let rank = |(seat, device): (u16, &&str)| RankConfig {
             seat,
             device: (*device).to_owned(),
-            ..RankConfig::new(Role::Draft)
+            ..RankConfig::new(role)
         };
         ClusterConfig {
             ranks: (0..).zip(devices).map(rank).collect(),
@@ -109,17 +144,25 @@ mod tests {
 
     #[test]
     fn two_ranks_on_one_gpu_need_a_new_nccl_that_is_told_so() {
-        let apart = config(&["cuda:0", "cuda:1"]);
-        assert_eq!(refusal(&apart, (2, 27, 0), false), None);
-        let together = config(&["cuda:0", "cuda:1", "cuda:0"]);
-        let old = refusal(&together, (2, 27, 3), true).expect("it is too old");
+        let apart = config(Role::Draft, &["cuda:0", "cuda:1"]);
+        assert_eq!(refusal(&apart, GRADIENTS, (2, 27, 0), false), None);
+        let together = config(Role::Draft, &["cuda:0", "cuda:1", "cuda:0"]);
+        let old = refusal(&together, GRADIENTS, (2, 27, 3), true).expect("it is too old");
         assert!(
             old.contains("draft-0 and draft-2 share cuda:0")
                 && old.contains("from 2.30 on, and this is 2.27.3"),
             "{old}"
         );
-        let untold = refusal(&together, (2, 30, 0), false).expect("it was not told");
+        let untold = refusal(&together, GRADIENTS, (2, 30, 0), false).expect("it was not told");
         assert!(untold.contains("set NCCL_MULTI_RANK_GPU_ENABLE=1"), "{untold}");
-        assert_eq!(refusal(&together, (3, 0, 0), true), None);
+        assert_eq!(refusal(&together, GRADIENTS, (3, 0, 0), true), None);
+        // Those of the other role are in another communicator.
+        assert_eq!(refusal(&together, SLICES, (2, 27, 3), false), None);
+        let slices = config(Role::Verifier, &["cuda:0", "cuda:0"]);
+        let refused = refusal(&slices, SLICES, (2, 27, 3), false).expect("they share a gpu");
+        assert!(
+            refused.contains("verifier.collective = \"nccl\": verifier-0 and verifier-1 share cuda:0"),
+            "{refused}"
+        );
     }
 }

@@ -82,7 +82,11 @@ pub(super) fn look(findings: &mut Findings<'_>) -> BTreeMap<u16, PlacedGpu> {
 /// Ranks that compute on a GPU: their places in the list and the numbers of their GPUs.
 fn wanted(config: &ClusterConfig) -> Vec<(usize, u16)> {
     // What other hosts have they look at themselves, when they join.
-    let ranks = config.ranks.iter().enumerate().filter(|(_, rank)| rank.is_local());
+    let ranks = config
+        .ranks
+        .iter()
+        .enumerate()
+        .filter(|(_, rank)| rank.is_local());
     ranks
         .filter_map(|(index, rank)| Some((index, config.gpu_of(rank)?)))
         .collect()
@@ -135,7 +139,9 @@ pub(super) fn plan(
 ) -> Vec<GpuPlan> {
     let plan = |(&number, gpu): (&u16, &PlacedGpu)| {
         let device = format!("cuda:{number}");
-        let here = ranks.iter().filter(|rank| rank.device == device && rank.host == LOCAL);
+        let here = ranks
+            .iter()
+            .filter(|rank| rank.device == device && rank.host == LOCAL);
         let tenants: Vec<GpuTenant> = here
             .filter(|rank| !rank.gpu_memory.is_empty())
             .map(|rank| GpuTenant {

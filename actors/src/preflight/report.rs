@@ -138,7 +138,7 @@ pub struct Report {
     pub hosts: Vec<HostMemory>,
     /// GPUs that ranks compute on.
     pub gpus: Vec<GpuPlan>,
-    /// The NCCL that gradients are summed with, if they are.
+    /// The NCCL that is summed with, if one is.
     pub nccl: Option<NcclSummary>,
     /// What is written.
     pub disk: Option<DiskPlan>,

@@ -8,7 +8,7 @@ use eaglet_runtime::control::CoordinatorCommand;
 use eaglet_runtime::ids::Epoch;
 use eaglet_runtime::link::BulkEvent;
 
-use super::draft::nccl::Word;
+use super::nccl::Word;
 
 /// What the compute thread takes from its inbox.
 pub(super) enum Input {
@@ -16,7 +16,7 @@ pub(super) enum Input {
     Command(CoordinatorCommand),
     /// Something arrived on the bulk plane.
     Bulk(BulkEvent),
-    /// Something came of what draft ranks do over NCCL.
+    /// Something came of what this rank does over NCCL.
     Sum {
         /// In which epoch.
         epoch: Epoch,

@@ -128,7 +128,7 @@ impl SinkWorker {
             self.writer = Some(writer);
         }
         self.reached = match origin {
-            DraftOrigin::Initial => Reached::default(),
+            DraftOrigin::Initial | DraftOrigin::Later => Reached::default(),
             DraftOrigin::Checkpoint(folder) => {
                 let file = self.context.run_directory.join(folder).join(STATE_FILE);
                 read_state(&file).map_err(RankFault::permanent)?

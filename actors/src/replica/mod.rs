@@ -268,6 +268,37 @@ impl<D: Device> Replica<D> {
         Ok(())
     }
 
+    /// Weights, first and second moments, `[elements]` each, where they lie.
+    pub fn state(&self) -> [Floats<'_>; 3] {
+        self.vectors().map(|(_, vector)| vector.floats())
+    }
+
+    /// Weights, first and second moments, to be replaced piece by piece. What the replica holds is no state any more, until
+    /// [`Self::adopt_written`].
+    pub fn state_mut(&mut self) -> [FloatsMut<'_>; 3] {
+        self.digest = Digest::default();
+        let AdamW { m, v, .. } = &mut self.optimizer;
+        [self.parameters.floats_mut(), m.floats_mut(), v.floats_mut()]
+    }
+
+    /// Takes what was written into [`Self::state_mut`] for the state of a step.
+    ///
+    /// # Errors
+    /// If it has another digest than that state.
+    pub fn adopt_written(&mut self, step: Step, state: Digest) -> Result<(), ReplicaError> {
+        let written = self.compute_digest();
+        if written != state {
+            return Err(ReplicaError::ForeignState {
+                what: format!("has the digest {written} instead of {state}"),
+            });
+        }
+        // Every step is one update.
+        self.optimizer.updates = step.0;
+        self.step = step;
+        self.digest = written;
+        Ok(())
+    }
+
     fn vectors(&self) -> [(StateKind, &Buffer); 3] {
         [
             (StateKind::Weights, &self.parameters),

@@ -11,7 +11,9 @@ use eaglet_actors::engine::{
 use eaglet_actors::journal::{Journal, Record, SampleSource};
 use eaglet_runtime::collective::SumMode;
 use eaglet_runtime::contract::{Contract, HiddenDtype};
-use eaglet_runtime::control::{Activity, Beat, BulkAddress, CoordinatorCommand, LaneMetrics, RankEvent, StepMetrics};
+use eaglet_runtime::control::{
+    Activity, Beat, BulkAddress, CoordinatorCommand, LaneMetrics, RankEvent, StepMetrics,
+};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Generation, Seat, Step};
 use eaglet_runtime::samples::Location;
@@ -401,6 +403,7 @@ fn settings(shape: Shape) -> Settings {
         contract: contract(),
         recipe: Digest::of(b"recipe"),
         sums: SumMode::Exact,
+        slice_sums: SumMode::Exact,
         tokens_per_row: TOKENS,
         passes: 1,
         step_limit: None,
@@ -421,6 +424,8 @@ fn settings(shape: Shape) -> Settings {
         step_timeout_ms: patience_ms,
         leave_timeout_ms: patience_ms,
         form_timeout_ms: patience_ms,
+        team_timeout_ms: patience_ms,
+        broadcasts_state: false,
         verifier_restarts: restarts,
         draft_restarts: restarts,
     }

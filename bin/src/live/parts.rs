@@ -59,7 +59,10 @@ pub(super) fn sparkline(values: &[f32], colour: Color, area: Rect, buffer: &mut 
 }
 
 pub(super) const fn is_down(state: RankState) -> bool {
-    matches!(state, RankState::Gone | RankState::Restarting | RankState::HostAbsent)
+    matches!(
+        state,
+        RankState::Gone | RankState::Restarting | RankState::HostAbsent
+    )
 }
 
 pub(super) fn state_style(state: RankState) -> Style {

@@ -156,6 +156,21 @@ pub enum DraftOrigin {
     Checkpoint(PathBuf),
     /// A healthy peer, which will send its state over the bulk plane.
     Peer(Member),
+    /// None yet: it is told another time, or comes with an epoch.
+    Later,
+}
+
+/// The state that goes from one member of an epoch to others, once all have met over NCCL.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Handover {
+    /// The draft seat that has it.
+    pub donor: u16,
+    /// The draft seats that need it, ascending.
+    pub receivers: Vec<u16>,
+    /// Step of the state.
+    pub step: Step,
+    /// Digest of weights and moments.
+    pub state: Digest,
 }
 
 /// The place of a row in the work of the shards of one verifier: all of them compute the same in the same order.
@@ -309,6 +324,15 @@ pub enum RankEvent {
     GroupReady {
         /// The epoch.
         epoch: Epoch,
+    },
+    /// As [`Self::GroupReady`], from a draft replica that has taken the state of its epoch.
+    StateTaken {
+        /// The epoch.
+        epoch: Epoch,
+        /// Step of the state.
+        step: Step,
+        /// Digest of weights and moments.
+        state: Digest,
     },
     /// A shard of a verifier is done with a row, and has sent the states that it captured, if any, on their way.
     Extracted {
@@ -473,6 +497,8 @@ pub enum CoordinatorCommand {
         members: Vec<Member>,
         /// The draft seat that computes each lane, `[lanes]`.
         owners: Vec<u16>,
+        /// Whose state goes to whom when all have met.
+        handover: Option<Handover>,
     },
     /// Meet the other members of an epoch over NCCL.
     Meet {

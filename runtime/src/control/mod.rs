@@ -17,6 +17,6 @@ pub use codec::BincodeCodec;
 pub use host::{HostCommand, HostEvent, HostWelcome, Join};
 pub use message::{
     Acceptance, Activity, Attach, Beat, BulkAddress, CollectiveId, CoordinatorCommand, DraftOrigin, Extraction,
-    HeldOutRequest, LaneMetrics, Member, PROTOCOL, RankEvent, StepMetrics, Turn,
+    Handover, HeldOutRequest, LaneMetrics, Member, PROTOCOL, RankEvent, StepMetrics, Turn,
 };
 pub use operator::{OperatorCall, OperatorReply, OperatorRequest, RankLine};

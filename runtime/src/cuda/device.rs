@@ -228,6 +228,10 @@ impl Device for Cuda {
         work()
     }
 
+    fn stream(&self) -> Option<&Stream> {
+        Some(&self.stream)
+    }
+
     fn finish(&self) {
         must(self.stream.synchronize());
     }

@@ -43,7 +43,7 @@ pub use stored::{EachMatrix, StoredMatrix, WeightUse};
 pub use timed::{OperationKind, Spent, Timed, Watch};
 
 use crate::contract::HiddenDtype;
-use crate::cuda::{Arrival, InFlight};
+use crate::cuda::{Arrival, InFlight, Stream};
 use crate::row::HiddenStates;
 
 /// What a gated MLP does to its two inner products; gates are `g`, the others `u`.
@@ -116,6 +116,11 @@ pub trait Device: Send + Sync + 'static {
     /// Whether it computes in the host's memory, so that what it is given there is not copied.
     fn is_host(&self) -> bool {
         false
+    }
+
+    /// What orders its work with that of others on the same GPU, if it computes on one.
+    fn stream(&self) -> Option<&Stream> {
+        None
     }
 
     /// Says which part of the work comes next: for profilers, and for [`Timed`]. Changes nothing else.

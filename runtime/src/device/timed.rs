@@ -12,7 +12,7 @@ use super::{
     TargetRow, Turn,
 };
 use crate::contract::HiddenDtype;
-use crate::cuda::{Arrival, InFlight};
+use crate::cuda::{Arrival, InFlight, Stream};
 use crate::row::HiddenStates;
 
 /// What an operation mostly does.
@@ -167,6 +167,10 @@ impl<D: Device> Device for Timed<D> {
     fn stage(&self, name: &'static str) {
         self.within.stage(name);
         self.watch.spent.lock().unwrap_or_else(PoisonError::into_inner).0 = name;
+    }
+
+    fn stream(&self) -> Option<&Stream> {
+        self.within.stream()
     }
 
     fn is_host(&self) -> bool {

@@ -291,7 +291,7 @@ impl Decoder {
                 &places,
                 MatrixMut::new(&mut residual, rows, hidden),
             );
-            on_host(device, residual.reborrow(), |residual| peers.sum(residual))?;
+            sum(device, residual.reborrow(), peers)?;
         }
         if self.config.embedding_scale != 1.0 {
             device.scale(residual, self.config.embedding_scale);
@@ -402,7 +402,7 @@ impl Decoder {
         let residual = residual.part_mut(0..rows * hidden);
         let mut update = update.part_mut(0..rows * hidden);
         if self.shard.slices > 1 {
-            on_host(device, update.reborrow(), |update| peers.sum(update))?;
+            sum(device, update.reborrow(), peers)?;
         }
         match norm {
             Some(weight) => {
@@ -478,6 +478,21 @@ impl Decoder {
             device.softcap(logits, cap);
         }
         head.part.ids.clone()
+    }
+}
+
+/// Replaces floats by their sum over all slices of the stage: where they lie, if the peers can do that, else on the host.
+fn sum(device: &impl Device, floats: FloatsMut<'_>, peers: &mut impl Peers) -> Result<(), Interrupted> {
+    match (floats.floats().as_gpu(), device.stream(), peers.slice_sums()) {
+        (Some(_), Some(stream), Some(sums)) => {
+            let Some(values) = floats.into_gpu() else {
+                return Ok(());
+            };
+            sums.sum(values, stream).map_err(|error| Interrupted {
+                reason: error.to_string(),
+            })
+        }
+        _ => on_host(device, floats, |floats| peers.sum(floats)),
     }
 }
 

@@ -12,6 +12,7 @@ use std::fmt;
 use std::ops::Range;
 
 use super::VerifierConfig;
+use crate::cuda::SliceSums;
 
 /// The part of a verifier that one rank holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -158,6 +159,11 @@ pub trait Peers: Send {
     /// # Errors
     /// [`Interrupted`], as all calls here.
     fn sum(&mut self, values: &mut [f32]) -> Result<(), Interrupted>;
+
+    /// What sums values that lie on a GPU without bringing them to the host, if there is such a thing.
+    fn slice_sums(&mut self) -> Option<&mut SliceSums> {
+        None
+    }
 
     /// Joins equally long parts of the slices of this stage, in slice order.
     fn gather(&mut self, part: &[f32], whole: &mut Vec<f32>) -> Result<(), Interrupted>;

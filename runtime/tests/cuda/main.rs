@@ -12,6 +12,7 @@ mod elementwise;
 mod faults;
 mod products;
 mod rows;
+mod slices;
 mod stack;
 mod sums;
 mod whole;

@@ -150,11 +150,16 @@ fn some_outputs_are_computed_even_where_the_algorithm_of_all_does_not_take_them(
     let outputs = |first: usize, some: usize| {
         let mut c = stack.upload(&vec![f32::NAN; rows * width]);
         let a = Factor::new(MatrixView::new(a.view(), rows, k));
-        let b = Factor::transpose_of(MatrixView::new(b.view().part(first * k..(first + some) * k), some, k));
+        let b = Factor::transpose_of(MatrixView::new(
+            b.view().part(first * k..(first + some) * k),
+            some,
+            k,
+        ));
         // Columns of the whole result.
         let len = c.view().len();
         let out = MatrixViewMut::strided(c.view_mut().part(first..len), rows, some, width);
-        blas.outputs(&stack.stream, out, a, b, width, false).expect("computed");
+        blas.outputs(&stack.stream, out, a, b, width, false)
+            .expect("computed");
         let values = stack.download(&c);
         let part = values.chunks(width).flat_map(|row| &row[first..first + some]);
         part.copied().collect::<Vec<f32>>()

@@ -6,11 +6,14 @@ use std::time::{Duration, Instant};
 
 use eaglet_runtime::collective::{BucketPlan, ReduceShape, SeatOrderedReduce, SumMode};
 use eaglet_runtime::cuda::{
-    Gradient, GradientSums, NcclError, Stream, SumDevice, SumError, SumShape, SumWord, UniqueId,
+    Gradient, GradientSums, Handover, NcclError, Stream, SumDevice, SumError, SumShape, SumWord, UniqueId,
 };
 
 use crate::cases::wave;
 use crate::stack::{self, Stack};
+
+#[path = "handover.rs"]
+mod handover;
 
 const ID: &str = "EAGLET_TEST_SUMS_ID";
 /// Longer than anything that works takes.
@@ -47,6 +50,7 @@ fn shape(members: &[u16], own: u16, mode: SumMode) -> SumShape {
         plan: plan(),
         mode,
         meeting_patience: LONG,
+        handover: None,
     }
 }
 
@@ -140,9 +144,17 @@ impl Part {
 
 /// Members of one epoch that have met.
 fn group(device: &SumDevice, members: &[u16], mode: SumMode) -> Vec<Part> {
+    group_with(device, members, mode, None)
+}
+
+fn group_with(device: &SumDevice, members: &[u16], mode: SumMode, handover: Option<&Handover>) -> Vec<Part> {
     let parts: Vec<Part> = members
         .iter()
-        .map(|&own| Part::begin(device, shape(members, own, mode)))
+        .map(|&own| {
+            let mut shape = shape(members, own, mode);
+            shape.handover = handover.cloned();
+            Part::begin(device, shape)
+        })
         .collect();
     if members.len() > 1 {
         let SumWord::Id(id) = parts[0].hear() else {

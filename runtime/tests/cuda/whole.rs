@@ -291,7 +291,11 @@ fn states_that_were_sent_ahead_are_those_of_the_host() {
     let gpu = Cuda::new(&search, 0, cache, Precision::F32).expect("a device");
     let held = || gpu.holders().0.iter().map(|(_, bytes)| bytes).sum::<usize>();
     // More than two pieces of pinned memory, and less than one.
-    for (tokens, dtype) in [(6000, HiddenDtype::Bf16), (6000, HiddenDtype::F32), (3, HiddenDtype::Bf16)] {
+    for (tokens, dtype) in [
+        (6000, HiddenDtype::Bf16),
+        (6000, HiddenDtype::F32),
+        (3, HiddenDtype::Bf16),
+    ] {
         let (states, hidden) = (3, 512);
         let mut made = HiddenStates::zeros(dtype, tokens, states, hidden);
         for (place, values) in wave(tokens * states * hidden, 1.0).chunks(hidden).enumerate() {
@@ -304,7 +308,10 @@ fn states_that_were_sent_ahead_are_those_of_the_host() {
         // Never read.
         drop(another);
         let count = tokens * states;
-        let rows: Vec<u32> = (0..40).map(|i| (i * 7919 % count) as u32).chain([count as u32 - 1]).collect();
+        let rows: Vec<u32> = (0..40)
+            .map(|i| (i * 7919 % count) as u32)
+            .chain([count as u32 - 1])
+            .collect();
         let mut out = vec![f32::NAN; rows.len() * hidden];
         gpu.widen(&one, &rows, MatrixMut::new(&mut out, rows.len(), hidden));
         let mut expected = vec![0.0; hidden];
@@ -316,8 +323,17 @@ fn states_that_were_sent_ahead_are_those_of_the_host() {
         gpu.finish();
         // Rows of operands stay, and nothing of the states does; the thread may still hold what nobody read.
         let begun = std::time::Instant::now();
-        while gpu.holders().0.iter().any(|(name, _)| name.contains("rows to come")) {
-            assert!(begun.elapsed().as_secs() < 20, "{:?}, {before} before", gpu.holders());
+        while gpu
+            .holders()
+            .0
+            .iter()
+            .any(|(name, _)| name.contains("rows to come"))
+        {
+            assert!(
+                begun.elapsed().as_secs() < 20,
+                "{:?}, {before} before",
+                gpu.holders()
+            );
         }
     }
 }

@@ -11,7 +11,8 @@ use eaglet_runtime::ids::Step;
 use super::fault::Fault;
 use super::invariants::Broken;
 use super::rank::{Input, RankId};
-use super::weights::{ELEMENTS, sum};
+use super::verifier::Residual;
+use super::weights::{ELEMENTS, Weights, sum};
 use super::world::{What, World};
 
 /// Number of a meeting: what an id says.
@@ -24,6 +25,10 @@ pub enum Word {
     Met,
     /// They were to be there by now.
     MeetingLate,
+    /// The state has gone round.
+    HandedOver(Weights),
+    /// It was to be there by now.
+    HandoverLate,
     /// The mean gradient of a step.
     Summed {
         /// The step.
@@ -36,8 +41,43 @@ pub enum Word {
         /// The step.
         step: Step,
     },
+    /// What the slices of a stage hold, in their order.
+    SlicesSummed {
+        /// The row, by its number in the work of the team.
+        turn: u64,
+        /// What each holds.
+        residuals: Vec<Residual>,
+    },
+    /// It was to be there by now.
+    SlicesLate {
+        /// The row.
+        turn: u64,
+    },
     /// The library says that something failed.
     Torn,
+}
+
+/// How far a rank is with the meeting of its epoch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Attendance {
+    /// The id is awaited.
+    Awaited,
+    /// The others are.
+    Joined(MeetingId),
+    /// All are here, and a state goes round.
+    Passing(MeetingId),
+    /// Work may begin.
+    Met(MeetingId),
+}
+
+impl Attendance {
+    /// The meeting, once it is known.
+    pub(super) fn number(self) -> Option<MeetingId> {
+        match self {
+            Self::Awaited => None,
+            Self::Joined(number) | Self::Passing(number) | Self::Met(number) => Some(number),
+        }
+    }
 }
 
 /// Lanes with their gradients.
@@ -49,6 +89,11 @@ pub struct Meeting {
     present: Vec<RankId>,
     /// Somebody is gone: nothing comes to its end any more.
     is_torn: bool,
+    /// Who takes part in the handover of a state, and what the donor gives.
+    passing: Vec<RankId>,
+    given: Option<Weights>,
+    /// Of the present row, what each slice holds.
+    slices: BTreeMap<RankId, (u64, Residual)>,
     /// Of the present step, what each member has brought.
     brought: BTreeMap<RankId, (Step, Lanes)>,
 }
@@ -82,7 +127,7 @@ impl World {
 
     /// A rank begins to meet the others.
     pub(super) fn join(&mut self, id: RankId, meeting: MeetingId, ranks: usize) {
-        let patience_ms = self.plan.settings.form_timeout_ms * 2 / 3;
+        let patience_ms = self.plan.settings.form_timeout_ms / 2;
         self.say_word(id, meeting, Word::MeetingLate, patience_ms);
         let Some(group) = self.meetings.get_mut(meeting as usize) else {
             return;
@@ -94,6 +139,25 @@ impl World {
         for id in group.present.clone() {
             let wait_ms = self.dice.between(1, 6);
             self.say_word(id, meeting, Word::Met, wait_ms);
+        }
+    }
+
+    /// A rank takes part in the handover of a state; the donor gives it.
+    pub(super) fn pass_state(&mut self, id: RankId, meeting: MeetingId, gives: Option<Weights>) {
+        let patience_ms = self.plan.settings.form_timeout_ms / 4;
+        self.say_word(id, meeting, Word::HandoverLate, patience_ms);
+        let Some(group) = self.meetings.get_mut(meeting as usize) else {
+            return;
+        };
+        group.passing.push(id);
+        group.given = group.given.or(gives);
+        if group.passing.len() < group.present.len() || group.is_torn {
+            return;
+        }
+        let Some(weights) = group.given else { return };
+        for id in group.present.clone() {
+            let wait_ms = self.dice.between(1, 20);
+            self.say_word(id, meeting, Word::HandedOver(weights), wait_ms);
         }
     }
 
@@ -131,6 +195,37 @@ impl World {
         for id in present {
             let wait_ms = self.dice.between(0, 4);
             self.say_word(id, meeting, Word::Summed { step, values }, wait_ms);
+        }
+    }
+
+    /// A slice brings in what it holds of a row.
+    pub(super) fn bring_slice(
+        &mut self,
+        id: RankId,
+        meeting: MeetingId,
+        turn: u64,
+        residual: Residual,
+        patience_ms: u64,
+    ) {
+        self.say_word(id, meeting, Word::SlicesLate { turn }, patience_ms);
+        let Some(group) = self.meetings.get_mut(meeting as usize) else {
+            return;
+        };
+        group.slices.insert(id, (turn, residual));
+        if group.slices.len() < group.present.len() || group.is_torn {
+            return;
+        }
+        let brought = std::mem::take(&mut group.slices);
+        let present = group.present.clone();
+        if brought.values().any(|&(other, _)| other != turn) {
+            self.tear(format!("slices of one stage sum different rows: {brought:?}"));
+            return;
+        }
+        let residuals: Vec<Residual> = brought.into_values().map(|(_, residual)| residual).collect();
+        for id in present {
+            let wait_ms = self.dice.between(0, 4);
+            let residuals = residuals.clone();
+            self.say_word(id, meeting, Word::SlicesSummed { turn, residuals }, wait_ms);
         }
     }
 

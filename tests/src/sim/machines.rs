@@ -31,7 +31,9 @@ impl World {
             return Ok(());
         }
         self.host_is_here = true;
-        self.feed(Event::HostJoined { host: HOST.to_owned() })
+        self.feed(Event::HostJoined {
+            host: HOST.to_owned(),
+        })
     }
 
     /// The host is lost: its ranks end themselves sooner or later, and it comes back.

@@ -37,6 +37,8 @@ pub struct Plan {
     pub silent_stages: u16,
     /// Draft ranks sum over NCCL, not over links.
     pub sums_over_nccl: bool,
+    /// Whether the slices of a verifier are summed over NCCL.
+    pub slices_over_nccl: bool,
     /// When all faults stop.
     pub calm_ms: u64,
     /// The faults.
@@ -151,6 +153,7 @@ impl Plan {
             latency_ms: 1,
             silent_stages: 0,
             sums_over_nccl: false,
+            slices_over_nccl: false,
             calm_ms: shape.until_ms,
             faults: Faults::default(),
         }
@@ -172,9 +175,17 @@ impl Plan {
 
     /// [`Self::small`], with sums over NCCL.
     pub fn small_over_nccl() -> Self {
+        let mut plan = Self::small();
+        plan.sums_over_nccl = true;
+        plan.settings.broadcasts_state = true;
+        plan
+    }
+
+    /// [`Self::small_and_sharded`], with slices that are summed over NCCL.
+    pub fn small_and_sharded_over_nccl() -> Self {
         Self {
-            sums_over_nccl: true,
-            ..Self::small()
+            slices_over_nccl: true,
+            ..Self::small_and_sharded()
         }
     }
 
@@ -231,6 +242,8 @@ impl Plan {
         settings.prefetch_steps = dice.between(1, if large { 7 } else { 4 });
         settings.evaluate_every_steps = dice.pick(&[0, 0, 2, 3]);
         settings.checkpoint_every_steps = dice.pick(&[0, 1, 2, 3, 5]);
+        let sums_over_nccl = dice.one_in(2);
+        settings.broadcasts_state = sums_over_nccl;
         let mut faults = Faults::default();
         if shape.added_files > 0 {
             faults
@@ -245,7 +258,8 @@ impl Plan {
             held_out: dice.pick(&[0, 0, 1, 2, 5]) as u32,
             latency_ms: dice.between(0, 3),
             silent_stages: dice.pick(&[0, 0, 0b1, 0b10, 0b111]),
-            sums_over_nccl: dice.one_in(2),
+            sums_over_nccl,
+            slices_over_nccl: dice.one_in(2),
             calm_ms,
             faults,
         }
@@ -371,6 +385,7 @@ fn settings(lanes: u16, drafts: u16, verifiers: u16) -> Settings {
         contract: contract(),
         recipe: Digest::of(b"recipe"),
         sums: SumMode::Exact,
+        slice_sums: SumMode::Exact,
         tokens_per_row: TOKENS_PER_ROW,
         passes: 1,
         step_limit: None,
@@ -392,6 +407,8 @@ fn settings(lanes: u16, drafts: u16, verifiers: u16) -> Settings {
         load_timeout_ms: 1200,
         step_timeout_ms: 1200,
         form_timeout_ms: 700,
+        team_timeout_ms: 700,
+        broadcasts_state: false,
         leave_timeout_ms: 500,
         verifier_restarts: restarts,
         draft_restarts: restarts,

@@ -27,6 +27,12 @@ impl Weights {
         bits: 0x5eed,
     };
 
+    /// What a replica holds that has no state, or a part of one.
+    pub const VOID: Self = Self {
+        step: Step(0),
+        bits: 0xdead,
+    };
+
     /// What a replica says about them.
     pub fn digest(self) -> Digest {
         Digest::of(&self.bits.to_le_bytes())

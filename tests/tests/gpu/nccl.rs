@@ -70,6 +70,56 @@ fn members_that_die_over_nccl_leave_the_weights_of_the_quiet_run() {
     same_weights(links, &directory);
 }
 
+const CAME: &str = "the state came over NCCL";
+const GIVEN: &str = "the state is given over NCCL";
+const OVER_A_LINK: &str = "the state is sent over a link";
+
+/// The state of a healthy member goes from GPU to GPU: the links carry none of it.
+#[test]
+fn a_killed_draft_takes_its_state_over_nccl_and_not_over_a_link() {
+    let Some(links) = over_links() else { return };
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let directory = folder.path().join("healed");
+    let faults = [("EAGLET_FAULTS", "draft-1:reducing@2=kill")];
+    let cluster = run_with(&directory, &[OVER_NCCL], &faults).expect("as before");
+    completed(&cluster.finish());
+    assert_eq!(losses(&directory).len(), 1);
+    let [donor, healed] = ["draft-0", "draft-1"].map(|seat| log(&directory, seat));
+    assert!(healed.contains(CAME) && !healed.contains(GIVEN), "{healed}");
+    assert!(donor.contains(GIVEN) && !donor.contains(CAME), "{donor}");
+    for said in [donor, healed] {
+        assert!(!said.contains(OVER_A_LINK), "{said}");
+    }
+    same_weights(links, &directory);
+
+    // Over links the same death is healed over a link.
+    let directory = folder.path().join("healed-over-links");
+    completed(&run_with(&directory, &[], &faults).expect("as before").finish());
+    let donor = log(&directory, "draft-0");
+    assert!(donor.contains(OVER_A_LINK) && !donor.contains(GIVEN), "{donor}");
+    same_weights(links, &directory);
+}
+
+/// The donor dies with a part of its state given, so that nobody has one; and later a receiver with a part of it taken.
+#[test]
+fn deaths_in_a_handover_leave_the_weights_of_the_quiet_run() {
+    let Some(links) = over_links() else { return };
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let directory = folder.path().join("handover");
+    let faults =
+        "draft-1:reducing@1=kill;draft-0:donating=kill;draft-0/1:computed@3=kill;draft-0/2:adopting=kill";
+    let cluster = run_with(&directory, &[OVER_NCCL], &[("EAGLET_FAULTS", faults)]).expect("as before");
+    completed(&cluster.finish());
+    let losses = losses(&directory);
+    let seats: Vec<&str> = losses.iter().map(|loss| loss.seat.as_str()).collect();
+    assert_eq!(
+        seats,
+        ["draft-1", "draft-0", "draft-0", "draft-0"],
+        "nobody else: {losses:#?}"
+    );
+    same_weights(links, &directory);
+}
+
 /// An abort that never returns ends its process, which is replaced like any other.
 #[test]
 fn a_member_whose_abort_hangs_ends_itself_and_is_replaced() {

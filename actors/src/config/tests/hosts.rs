@@ -20,7 +20,13 @@ fn ranks_are_placed_on_hosts_and_the_weights_do_not_depend_on_it() {
     let places: Vec<&str> = config.ranks.iter().map(|rank| rank.host.as_str()).collect();
     assert_eq!(places, ["local", "local", "b"]);
     // Cores are shared among the ranks of one machine.
-    assert_eq!((config.threads(&config.ranks[0], 8), config.threads(&config.ranks[2], 8)), (4, 8));
+    assert_eq!(
+        (
+            config.threads(&config.ranks[0], 8),
+            config.threads(&config.ranks[2], 8)
+        ),
+        (4, 8)
+    );
     let mut one_host = config.clone();
     one_host.hosts.clear();
     one_host.ranks[2].host = LOCAL.to_owned();
@@ -45,18 +51,39 @@ fn hosts_that_cannot_work_are_told_with_the_remedy() {
         &near.replace("name = \"demo\"", "name = \"demo\"\nlisten = \"0.0.0.0:7400\""),
         "run.listen = \"0.0.0.0:7400\" stands for all addresses",
     );
-    wrong(&reachable("host = \"c\"\n"), "ranks[2].host = \"c\" is no host; use \"local\" for this machine, or add [[hosts]]");
+    wrong(
+        &reachable("host = \"c\"\n"),
+        "ranks[2].host = \"c\" is no host; use \"local\" for this machine, or add [[hosts]]",
+    );
     let twice = format!("{TWO_HOSTS}[[hosts]]\nname = \"b\"\n");
-    wrong(&reachable(&twice), "hosts[1].name = \"b\" is the name of an earlier host");
-    wrong(&reachable("[[hosts]]\nname = \"local\"\n"), "hosts[0].name = \"local\" means the coordinator's machine");
-    wrong(&reachable("[[hosts]]\nname = \"b\"\n"), "hosts[0].name = \"b\" has no ranks; give one host = \"b\"");
-    wrong(&reachable("[[hosts]]\naddress = \"10.0.0.2\"\n"), "hosts[0].name is missing; give it one");
+    wrong(
+        &reachable(&twice),
+        "hosts[1].name = \"b\" is the name of an earlier host",
+    );
+    wrong(
+        &reachable("[[hosts]]\nname = \"local\"\n"),
+        "hosts[0].name = \"local\" means the coordinator's machine",
+    );
+    wrong(
+        &reachable("[[hosts]]\nname = \"b\"\n"),
+        "hosts[0].name = \"b\" has no ranks; give one host = \"b\"",
+    );
+    wrong(
+        &reachable("[[hosts]]\naddress = \"10.0.0.2\"\n"),
+        "hosts[0].name is missing; give it one",
+    );
     wrong(
         &reachable(&format!("{TWO_HOSTS}address = \"node-b\"\n")),
         "hosts[0].address must be an IP address, like \"10.0.0.2\", found \"node-b\"",
     );
-    wrong(&reachable(&format!("{TWO_HOSTS}address = \"0.0.0.0\"\n")), "hosts[0].address stands for all addresses");
-    wrong(&reachable(&format!("{TWO_HOSTS}adress = \"10.0.0.2\"\n")), "hosts[0].adress is no key; did you mean hosts.address?");
+    wrong(
+        &reachable(&format!("{TWO_HOSTS}address = \"0.0.0.0\"\n")),
+        "hosts[0].address stands for all addresses",
+    );
+    wrong(
+        &reachable(&format!("{TWO_HOSTS}adress = \"10.0.0.2\"\n")),
+        "hosts[0].adress is no key; did you mean hosts.address?",
+    );
 }
 
 #[test]
@@ -72,9 +99,18 @@ fn keys_of_hosts_are_overridden_by_their_number() {
     let config = load_layers(&text, &[], &["hosts[0].address=10.0.0.9"]).expect("it is right");
     assert_eq!(config.hosts[0].address, "10.0.0.9".parse().ok());
     for (set, told) in [
-        ("hosts[1].address=10.0.0.9", "there is no hosts[1]; the cluster has 1 hosts"),
-        ("hosts.address=10.0.0.9", "hosts.address names no host; write hosts[0].address, for example"),
-        ("ranks.threads=1", "ranks.threads names no rank; write ranks[0].threads, for example"),
+        (
+            "hosts[1].address=10.0.0.9",
+            "there is no hosts[1]; the cluster has 1 hosts",
+        ),
+        (
+            "hosts.address=10.0.0.9",
+            "hosts.address names no host; write hosts[0].address, for example",
+        ),
+        (
+            "ranks.threads=1",
+            "ranks.threads names no rank; write ranks[0].threads, for example",
+        ),
     ] {
         let said = load_layers(&text, &[], &[set]).expect_err("it is wrong");
         assert!(said.iter().any(|said| said.contains(told)), "{said:?}");

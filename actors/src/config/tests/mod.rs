@@ -119,6 +119,36 @@ fn sums_are_exact_over_links_unless_said_and_only_their_order_decides_the_weight
 }
 
 #[test]
+fn sums_of_slices_are_exact_over_links_unless_said_and_only_their_order_decides_the_weights() {
+    let mut plain = load(GOOD);
+    plain.verifier.tensor = 2;
+    let (mut nccl, mut fast) = (plain.clone(), plain.clone());
+    nccl.verifier.collective = Collective::Nccl;
+    (fast.verifier.collective, fast.verifier.sums) = (Collective::Nccl, SumMode::Fast);
+    assert_eq!(recipe::digest(&nccl), recipe::digest(&plain), "the same bits");
+    assert_eq!(recipe::differing_keys(&nccl, &fast), ["verifier.sums"]);
+    let changed = |from: &str, to: &str| problems(&GOOD.replacen(from, to, 1));
+    let wrong = changed("[verifier]", "[verifier]\ncollective = \"nccl\"");
+    assert!(
+        wrong
+            .iter()
+            .any(|problem| problem.contains("verifier.tensor = 1 makes none")),
+        "{wrong:?}"
+    );
+    assert!(
+        wrong
+            .iter()
+            .any(|problem| problem.contains("is for verifier ranks on GPUs, and verifier-0 is on \"cpu\"")),
+        "{wrong:?}"
+    );
+    let wrong = changed("[verifier]", "[verifier]\nsums = \"fast\"");
+    assert!(
+        wrong[0].contains("verifier.sums = \"fast\" is for verifier.collective = \"nccl\""),
+        "{wrong:?}"
+    );
+}
+
+#[test]
 fn named_seats_are_kept_and_the_others_fill_up() {
     let config = load(&format!("{GOOD}seat = 0\n[[ranks]]\nrole = \"draft\"\n"));
     let seats: Vec<_> = config.ranks.iter().map(|rank| rank.seat().to_string()).collect();

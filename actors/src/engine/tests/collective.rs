@@ -1,8 +1,11 @@
 //! What the control plane carries and hears of NCCL.
 
 use eaglet_runtime::collective::SumMode;
-use eaglet_runtime::control::{Activity, Beat, CollectiveId, CoordinatorCommand, RankEvent};
-use eaglet_runtime::ids::{Epoch, Generation, Role, Seat};
+use eaglet_runtime::control::{
+    Activity, Beat, CollectiveId, CoordinatorCommand, DraftOrigin, Handover, RankEvent,
+};
+use eaglet_runtime::digest::Digest;
+use eaglet_runtime::ids::{Epoch, Generation, Role, Seat, Step};
 
 use super::lanes::Group;
 use super::setup::settings;
@@ -132,6 +135,93 @@ fn an_epoch_whose_collectives_broke_is_formed_again_unless_that_goes_on() {
         report.contains("5 times in a row without a step") && report.contains("a peer is gone or late"),
         "{report}"
     );
+}
+
+/// Three replicas whose states go over NCCL, of which the second was lost and is there again.
+fn healing(meets: bool) -> Group {
+    let mut settings = settings();
+    settings.broadcasts_state = true;
+    let mut group = Group::with(settings);
+    assert!(group.engine.formed && group.handover.is_none());
+    group.meets = meets;
+    group.origins.clear();
+    group.lose(Seat::draft(1), Generation(0));
+    group.feed(Event::Tick);
+    group
+}
+
+fn handover(donor: u16, receivers: &[u16]) -> Option<Handover> {
+    Some(Handover {
+        donor,
+        receivers: receivers.to_vec(),
+        step: Step(0),
+        state: Digest::of(b"initial"),
+    })
+}
+
+/// HANDOVER
+#[test]
+fn a_replacement_is_invited_without_a_state_and_takes_it_in_the_epoch() {
+    let group = healing(true);
+    assert_eq!(group.origins, [(Seat::draft(1), DraftOrigin::Later)]);
+    assert_eq!(group.handover, handover(0, &[1]));
+    assert_eq!(group.members, [0, 1, 2]);
+    assert!(group.engine.formed);
+    let sent =
+        |(_, command): &(Seat, CoordinatorCommand)| matches!(command, CoordinatorCommand::SendState { .. });
+    assert!(!group.told.iter().any(sent), "{:?}", group.told);
+}
+
+/// HANDOVER, FENCE
+#[test]
+fn an_epoch_is_formed_when_its_receivers_hold_the_very_state_that_was_given() {
+    let mut group = healing(false);
+    let epoch = group.epoch;
+    for (seat, generation) in [(0, 0), (1, 1), (2, 0)] {
+        let ready = RankEvent::GroupReady { epoch };
+        group.say(Seat::draft(seat), Generation(generation), ready);
+    }
+    assert!(!group.engine.formed, "one of them has no state");
+    let taken = |epoch, state: &[u8]| RankEvent::StateTaken {
+        epoch,
+        step: Step(0),
+        state: Digest::of(state),
+    };
+    group.say(
+        Seat::draft(1),
+        Generation(1),
+        taken(Epoch(epoch.0 - 1), b"initial"),
+    );
+    // Who was given nothing has taken nothing.
+    group.say(Seat::draft(2), Generation(0), taken(epoch, b"initial"));
+    assert!(!group.engine.formed);
+    group.say(Seat::draft(1), Generation(1), taken(epoch, b"initial"));
+    assert!(group.engine.formed);
+
+    let mut group = healing(false);
+    let epoch = group.epoch;
+    group.say(Seat::draft(1), Generation(1), taken(epoch, b"damaged"));
+    assert!(!group.engine.formed);
+    assert_eq!(group.killed, [Seat::draft(1)]);
+}
+
+/// HANDOVER: a receiver of an epoch that came to nothing holds a part of a state, which is none.
+#[test]
+fn a_donor_that_dies_is_followed_by_another_one_and_at_last_by_the_initial_weights() {
+    let mut group = healing(false);
+    group.lose(Seat::draft(0), Generation(0));
+    group.feed(Event::Tick);
+    assert_eq!(group.handover, handover(2, &[0, 1]));
+    group.origins.clear();
+    group.lose(Seat::draft(2), Generation(0));
+    for _ in 0..40 {
+        group.feed(Event::Tick);
+    }
+    let initial = |seat| (Seat::draft(seat), DraftOrigin::Initial);
+    for seat in [0, 1, 2] {
+        assert!(group.origins.contains(&initial(seat)), "{:?}", group.origins);
+    }
+    assert_eq!((group.handover, group.members), (None, vec![0, 1, 2]));
 }
 
 /// The mode stands in the journal, and another one is refused.

@@ -38,8 +38,14 @@ fn wait(group: &mut Group, ms: u64) {
 fn nobody_is_started_on_a_host_that_is_not_there() {
     let mut group = Group::with(two_hosts());
     wait(&mut group, 5000);
-    assert_eq!(group.spawned, [(Seat::draft(0), Generation(0)), (Seat::draft(1), Generation(0))]);
-    assert!(group.members.is_empty(), "lanes of a host that will come wait for it");
+    assert_eq!(
+        group.spawned,
+        [(Seat::draft(0), Generation(0)), (Seat::draft(1), Generation(0))]
+    );
+    assert!(
+        group.members.is_empty(),
+        "lanes of a host that will come wait for it"
+    );
     group.feed(joined());
     assert_eq!(group.spawned.last(), Some(&(B, Generation(0))));
     assert_eq!(group.members, [0, 1, 2]);
@@ -53,7 +59,10 @@ fn nobody_is_started_on_a_host_that_is_not_there() {
     group.lose(B, Generation(0));
     wait(&mut group, 5000);
     assert_eq!(group.spawned.len(), before, "its seat waits for its host");
-    let told = group.notices.iter().filter(|notice| notice.contains("lost host b: its link ended"));
+    let told = group
+        .notices
+        .iter()
+        .filter(|notice| notice.contains("lost host b: its link ended"));
     assert_eq!(told.count(), 1);
     group.feed(joined());
     wait(&mut group, 1000);
@@ -85,7 +94,8 @@ fn a_host_that_stays_away_loses_its_seats_until_it_joins() {
 #[test]
 fn a_run_that_cannot_do_without_a_host_ends_with_the_remedy() {
     let mut all = settings();
-    all.hosts.extend((0..3).map(|seat| (Seat::draft(seat), "b".to_owned())));
+    all.hosts
+        .extend((0..3).map(|seat| (Seat::draft(seat), "b".to_owned())));
     let mut strict = two_hosts();
     strict.draft_restarts.then = WhenExhausted::Stop;
     for settings in [all, strict] {

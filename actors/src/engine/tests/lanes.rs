@@ -1,6 +1,6 @@
 //! LANES: who computes what as draft ranks come and go.
 
-use eaglet_runtime::control::{BulkAddress, CoordinatorCommand, RankEvent};
+use eaglet_runtime::control::{BulkAddress, CoordinatorCommand, DraftOrigin, Handover, RankEvent};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, Role, Seat, Step};
 use eaglet_runtime::samples::Location;
@@ -19,6 +19,10 @@ pub(super) struct Group {
     pub(super) now_ms: u64,
     /// Whether members of an epoch say that they can reach each other.
     pub(super) meets: bool,
+    /// Whose state goes to whom in the epoch.
+    pub(super) handover: Option<Handover>,
+    /// Where states were to come from.
+    pub(super) origins: Vec<(Seat, DraftOrigin)>,
     /// What was told besides, and to whom.
     pub(super) told: Vec<(Seat, CoordinatorCommand)>,
     pub(super) killed: Vec<Seat>,
@@ -41,6 +45,8 @@ impl Group {
             epoch: Epoch::default(),
             now_ms: 0,
             meets: true,
+            handover: None,
+            origins: Vec::new(),
             told: Vec::new(),
             killed: Vec::new(),
             spawned: Vec::new(),
@@ -102,7 +108,8 @@ impl Group {
                     generation,
                     command,
                 } => match command {
-                    CoordinatorCommand::LoadDraft { load, .. } => {
+                    CoordinatorCommand::LoadDraft { load, origin, .. } => {
+                        self.origins.push((seat, origin));
                         let (step, state) = (Step(0), Digest::of(b"initial"));
                         self.say(seat, generation, RankEvent::DraftReady { load, step, state });
                     }
@@ -110,12 +117,22 @@ impl Group {
                         epoch,
                         members,
                         owners,
+                        handover,
                     } => {
                         self.members = members.iter().map(|member| member.seat).collect();
                         self.owners = owners;
                         self.epoch = epoch;
+                        self.handover = handover;
                         if self.meets {
-                            self.say(seat, generation, RankEvent::GroupReady { epoch });
+                            let handover = self.handover.as_ref();
+                            let taken = handover.filter(|handover| handover.receivers.contains(&seat.index));
+                            let event = match taken {
+                                Some(&Handover { step, state, .. }) => {
+                                    RankEvent::StateTaken { epoch, step, state }
+                                }
+                                None => RankEvent::GroupReady { epoch },
+                            };
+                            self.say(seat, generation, event);
                         }
                     }
                     CoordinatorCommand::Quit => self.lose(seat, generation),

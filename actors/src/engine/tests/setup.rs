@@ -26,6 +26,7 @@ pub(super) fn settings() -> Settings {
         contract: contract(),
         recipe: Digest::of(b"recipe"),
         sums: SumMode::Exact,
+        slice_sums: SumMode::Exact,
         tokens_per_row: 100,
         passes: 2,
         step_limit: None,
@@ -48,6 +49,8 @@ pub(super) fn settings() -> Settings {
         step_timeout_ms: 60_000,
         leave_timeout_ms: 10_000,
         form_timeout_ms: 30_000,
+        team_timeout_ms: 30_000,
+        broadcasts_state: false,
         verifier_restarts: restarts,
         draft_restarts: restarts,
     }

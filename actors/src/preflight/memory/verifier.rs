@@ -29,6 +29,8 @@ pub(crate) struct VerifierRank {
     pub(crate) held_out_prompts: u64,
     /// Bytes that lie on their way to and from its other shards, per token.
     pub(crate) exchange_bytes_per_token: u64,
+    /// Bytes on its GPU that slices are summed with.
+    pub(crate) slice_sum_bytes: u64,
     /// Ranks that it sends to.
     pub(crate) links: u64,
     /// Compute threads.
@@ -77,7 +79,12 @@ impl VerifierRank {
             ..part
         });
         let weights = MemoryPart::new(Use::Weights, self.gpu_weight_bytes);
-        [weights].into_iter().chain(parts).chain([gpu_context()]).collect()
+        let sums = MemoryPart::new(Use::Exchange, self.slice_sum_bytes);
+        [weights]
+            .into_iter()
+            .chain(parts)
+            .chain([sums, gpu_context()])
+            .collect()
     }
 }
 
@@ -108,6 +115,7 @@ mod tests {
             held_out_tokens: 200,
             held_out_prompts: 3,
             exchange_bytes_per_token: 6,
+            slice_sum_bytes: 77,
             links: 2,
             threads: 2,
         }
@@ -136,7 +144,10 @@ mod tests {
         let parts = verifier().gpu_parts();
         assert!(parts.iter().all(|part| !part.mapped));
         let bytes: u64 = parts.iter().map(|part| part.bytes).sum();
-        assert_eq!(bytes, 1_300_000 + 200 * 100 + 200 * 10 + 3 * 1000 + (512 << 20));
+        assert_eq!(
+            bytes,
+            1_300_000 + 200 * 100 + 200 * 10 + 3 * 1000 + 77 + (512 << 20)
+        );
     }
 
     #[test]

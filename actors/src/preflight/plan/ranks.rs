@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use eaglet_runtime::cuda::SliceSums;
 use eaglet_runtime::device::{Cpu, ProductKernel, Products};
 use eaglet_runtime::ids::Role;
 
@@ -44,9 +45,21 @@ impl Plan<'_> {
         let stages = if shard.is_last() { shard.stages - 1 } else { 1 };
         let held_out_tokens = self.held_out_tokens();
         let is_on_gpu = self.config.gpu_of(rank).is_some();
+        let longest = self.tokens_per_row().max(held_out_tokens);
+        let slice_sum_bytes = match self.config.verifier.collective {
+            Collective::Links => 0,
+            Collective::Nccl => {
+                let (mode, slices) = (self.config.verifier.sums, usize::from(shard.slices));
+                SliceSums::scratch_bytes(mode, slices, (longest * hidden) as usize) as u64
+            }
+        };
         let memory = VerifierRank {
             weight_bytes: files.bytes,
-            gpu_weight_bytes: if is_on_gpu { self.gpu_weight_bytes(files) } else { 0 },
+            gpu_weight_bytes: if is_on_gpu {
+                self.gpu_weight_bytes(files)
+            } else {
+                0
+            },
             packed_bytes: if !is_on_gpu && Self::packs(self.config.verifier.products) {
                 files.packable_bytes
             } else {
@@ -57,6 +70,7 @@ impl Plan<'_> {
             logit_bytes_per_prompt: cost.logit_bytes_per_prompt,
             hidden_bytes_per_token: self.captured(files, cost) * self.state_bytes()?,
             exchange_bytes_per_token: shard_exchange_bytes_per_token(shard, hidden),
+            slice_sum_bytes,
             tokens_per_row: self.tokens_per_row(),
             held_out_tokens,
             // A prompt has a token at least.
@@ -79,7 +93,9 @@ impl Plan<'_> {
     fn gpu_weight_bytes(&self, files: &ShardFiles) -> u64 {
         let products = self.config.verifier.products;
         let known = self.foundation.files.as_ref();
-        known.map_or(files.bytes, |known| known.gpu_bytes(files.shard, products).total())
+        known.map_or(files.bytes, |known| {
+            known.gpu_bytes(files.shard, products).total()
+        })
     }
 
     /// Whether ranks with such products pack weights for AMX, if their machines are like this one.

@@ -37,7 +37,9 @@ impl Group {
         members: &[Member],
         owners: Vec<u16>,
     ) -> Result<Self, Unreached> {
-        let others = members.iter().filter(|member| member.seat != own.endpoint.seat.index);
+        let others = members
+            .iter()
+            .filter(|member| member.seat != own.endpoint.seat.index);
         Ok(Self {
             seat: own.endpoint.seat,
             epoch,
@@ -71,9 +73,9 @@ impl Group {
         self.part.as_mut()
     }
 
-    /// Whether its members have still to meet.
+    /// Whether its members have still to meet, or a state has to go round.
     pub(super) fn is_meeting(&self) -> bool {
-        self.part.as_ref().is_some_and(|part| !part.has_met())
+        self.part.as_ref().is_some_and(|part| !part.is_ready())
     }
 
     /// Ends what is done over NCCL.

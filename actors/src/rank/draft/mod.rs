@@ -9,7 +9,7 @@
 //! `group` the links of an epoch.
 
 mod group;
-pub(super) mod nccl;
+mod nccl;
 mod rows;
 mod state;
 mod step;
@@ -18,14 +18,17 @@ mod sum;
 use std::path::Path;
 
 use eaglet_runtime::checkpoint::CheckpointFolder;
-use eaglet_runtime::control::{Acceptance, Activity, CollectiveId, CoordinatorCommand, Member, RankEvent};
+use eaglet_runtime::control::{
+    Acceptance, Activity, CollectiveId, CoordinatorCommand, Handover, Member, RankEvent,
+};
 use eaglet_runtime::ids::{Epoch, Role, RowId, Step};
 use eaglet_runtime::link::{BulkEvent, BulkKind, BulkMessage};
 
 use self::group::Group;
-use self::nccl::{Nccl, Word};
+use self::nccl::Nccl;
 pub(super) use self::rows::Rows;
 use self::step::Phase;
+use super::nccl::Word;
 use super::{Context, Inbox, Input, Progress, RankDevice, RankFault, Worker};
 use crate::config::Collective;
 use crate::faults::{self, Point};
@@ -110,7 +113,8 @@ impl<D: RankDevice> DraftWorker<D> {
                 epoch,
                 members,
                 owners,
-            } => self.form(epoch, members, owners)?,
+                handover,
+            } => self.form(epoch, members, owners, handover)?,
             CoordinatorCommand::Meet { epoch, id } => {
                 // RANK-2
                 if let Some(nccl) = self.nccl.as_mut().filter(|_| epoch >= self.epoch) {
@@ -181,7 +185,13 @@ impl<D: RankDevice> DraftWorker<D> {
         Ok(())
     }
 
-    fn form(&mut self, epoch: Epoch, members: Vec<Member>, owners: Vec<u16>) -> Result<(), RankFault> {
+    fn form(
+        &mut self,
+        epoch: Epoch,
+        members: Vec<Member>,
+        owners: Vec<u16>,
+        handover: Option<Handover>,
+    ) -> Result<(), RankFault> {
         // RANK-2
         if epoch < self.epoch {
             return Ok(());
@@ -199,10 +209,15 @@ impl<D: RankDevice> DraftWorker<D> {
             .retain(|row| owners.get(usize::from(row.lane())) == Some(&seat));
         if let Some(nccl) = &mut self.nccl {
             let members: Vec<u16> = members.iter().map(|member| member.seat).collect();
-            let part = nccl.begin(&self.context, epoch, &members, &owners)?;
+            let part = nccl.begin(&self.context, epoch, &members, &owners, handover)?;
             self.group = Some(Group::over_nccl(self.context.seat, epoch, members, owners, part));
             faults::reach(Point::Meet, None)?;
             return Ok(());
+        }
+        if handover.is_some() {
+            return Err(RankFault::passing(
+                "a state was to come over NCCL, and this rank does not sum over it",
+            ));
         }
         match Group::connect(&self.context.here, epoch, &members, owners) {
             Ok(group) => self.group = Some(group),
@@ -231,13 +246,16 @@ impl<D: RankDevice> DraftWorker<D> {
                 self.context.say(RankEvent::CollectiveId { epoch, id });
             }
             Word::Met => {
-                if let Some(part) = group.part() {
-                    part.set_met();
+                let passes_state = group.part().is_some_and(|part| part.handover().is_some());
+                if passes_state {
+                    self.give_state()?;
+                } else {
+                    self.say_formed()?;
                 }
-                // NCCL-2
-                self.context.say(RankEvent::GroupReady { epoch });
-                faults::reach(Point::Formed, None)?;
             }
+            Word::Room => self.give_state()?,
+            Word::Arrived => self.take_arrived()?,
+            Word::HandedOver => self.say_formed()?,
             Word::Summed => {
                 self.note_summed();
                 self.stage_if_reduced()?;
@@ -247,6 +265,21 @@ impl<D: RankDevice> DraftWorker<D> {
                 self.context.say(RankEvent::CollectiveBroken { epoch, reason });
             }
         }
+        Ok(())
+    }
+
+    /// NCCL-2
+    fn say_formed(&mut self) -> Result<(), RankFault> {
+        let epoch = self.epoch;
+        let taken = self.adopt_arrived()?;
+        if let Some(part) = self.group.as_mut().and_then(Group::part) {
+            part.set_ready();
+        }
+        self.context.say(match taken {
+            Some((step, state)) => RankEvent::StateTaken { epoch, step, state },
+            None => RankEvent::GroupReady { epoch },
+        });
+        faults::reach(Point::Formed, None)?;
         Ok(())
     }
 

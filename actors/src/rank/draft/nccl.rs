@@ -1,59 +1,26 @@
-//! What draft ranks do together over NCCL: they meet once an epoch, and sum the gradients of its steps.
+//! What draft ranks do together over NCCL: they meet once an epoch, pass a state to those who need one, and sum the gradients
+//! of the epoch's steps.
 //!
 //! NCCL-1: the members of an epoch meet by the id that the one with the lowest seat has made for it; one of another epoch
 //! is not used.
-//! NCCL-2: a rank says that its group is ready when all members have met, and not before.
-//! NCCL-3: an epoch that the coordinator calls over is aborted at once, whatever the compute thread is busy with. A part
-//! that does not end ends the process.
+//! NCCL-2: a rank says that its group is ready when all members have met and the state has gone round, if one was to, and
+//! not before.
+//! NCCL-3: see [`crate::rank::nccl`].
 
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use eaglet_runtime::collective::{BucketPlan, SumMode};
-use eaglet_runtime::control::{CollectiveId, CoordinatorCommand};
-use eaglet_runtime::cuda::{
-    GradientSums, KernelCache, SearchPath, SumDevice, SumShape, SumWord, SumsAborter, UniqueId,
-};
+use eaglet_runtime::control::{CollectiveId, Handover};
+use eaglet_runtime::cuda::{self, GradientSums, SumDevice, SumShape, UniqueId};
 use eaglet_runtime::ids::Epoch;
 
 use super::{Context, RankFault};
 use crate::rank::inbox::Input;
+use crate::rank::nccl::{self, ABORT_PATIENCE, STEP_SHARE};
 use crate::recipe;
 
-/// Longest wait for the end of an epoch's collectives.
-const ABORT_PATIENCE: Duration = Duration::from_secs(10);
-
-/// Part of the coordinator's limit for a step in which its collectives are done, or broken: at the limit it would end all
-/// who wait, and not only who hangs.
-const STEP_SHARE: f64 = 0.9;
-
-/// Ends what a rank does over NCCL when the coordinator says so; shared with the thread that hears it.
-#[derive(Clone, Default)]
-pub(in crate::rank) struct AbortSwitch(Arc<Mutex<Option<(Epoch, SumsAborter)>>>);
-
-impl AbortSwitch {
-    fn arm(&self, epoch: Epoch, aborter: SumsAborter) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some((epoch, aborter));
-    }
-
-    /// Takes note of a command; NCCL-3. Returns at once.
-    pub(in crate::rank) fn hear(&self, command: &CoordinatorCommand) {
-        let (CoordinatorCommand::Abandon { epoch } | CoordinatorCommand::FormGroup { epoch, .. }) = command
-        else {
-            return;
-        };
-        let mut armed = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some((_, aborter)) = armed.take_if(|(armed, _)| *armed < *epoch) else {
-            return;
-        };
-        std::thread::spawn(move || {
-            if let Err(error) = aborter.abort(ABORT_PATIENCE) {
-                // The compute thread sees the same when it ends the epoch.
-                tracing::warn!(%error, "an abort is late");
-            }
-        });
-    }
-}
+/// Weights, first and second moments.
+const STATE_VECTORS: usize = 3;
 
 /// What this rank meets and sums with.
 pub(super) struct Nccl {
@@ -68,7 +35,9 @@ pub(super) struct Nccl {
 pub(super) struct Part {
     sums: GradientSums,
     epoch: Epoch,
-    has_met: bool,
+    /// The state that goes round before the first step.
+    handover: Option<Handover>,
+    is_ready: bool,
     step_timeout: Duration,
 }
 
@@ -78,13 +47,8 @@ impl Nccl {
     /// # Errors
     /// If it is not there.
     pub(super) fn open(mode: SumMode, plan: BucketPlan) -> Result<Self, RankFault> {
-        let device = SumDevice::open(&SearchPath::here(), 0, KernelCache::here()).map_err(|error| {
-            RankFault::permanent(format!(
-                "training.collective = \"nccl\": {error}; `eaglet check` says what is missing, and \"links\" needs nothing"
-            ))
-        })?;
-        let (major, minor, patch) = device.version();
-        tracing::info!(version = format!("{major}.{minor}.{patch}"), %mode, "gradients are summed over NCCL");
+        let device = nccl::open("training.collective")?;
+        tracing::info!(version = nccl::version(&device), %mode, "gradients are summed over NCCL");
         Ok(Self {
             device,
             plan,
@@ -103,6 +67,7 @@ impl Nccl {
         epoch: Epoch,
         members: &[u16],
         owners: &[u16],
+        handover: Option<Handover>,
     ) -> Result<Part, RankFault> {
         let inputs = context.wires.inputs.clone();
         let shape = SumShape {
@@ -111,6 +76,12 @@ impl Nccl {
             plan: self.plan.clone(),
             mode: self.mode,
             meeting_patience: Duration::from_millis(recipe::MEETING_TIMEOUT_MS),
+            handover: handover.as_ref().map(|handover| cuda::Handover {
+                donor: handover.donor,
+                receivers: handover.receivers.clone(),
+                vectors: STATE_VECTORS,
+                patience: Duration::from_millis(recipe::STATE_TIMEOUT_MS),
+            }),
         };
         let sums = GradientSums::begin_epoch(&self.device, shape, move |word| {
             // The compute thread outlives its parts.
@@ -128,7 +99,8 @@ impl Nccl {
         Ok(Part {
             sums,
             epoch,
-            has_met: false,
+            handover,
+            is_ready: false,
             step_timeout: lane_timeout.saturating_mul(most_lanes as u32).mul_f64(STEP_SHARE),
         })
     }
@@ -143,10 +115,7 @@ impl Nccl {
         id: &CollectiveId,
         part: Option<&Part>,
     ) -> Result<(), RankFault> {
-        let bytes = id
-            .bytes()
-            .ok_or_else(|| RankFault::passing("an id of another length came"))?;
-        let id = UniqueId(bytes);
+        let id = nccl::id_of(id)?;
         self.id = Some((epoch, id));
         // NCCL-1
         if let Some(part) = part.filter(|part| part.epoch == epoch) {
@@ -157,14 +126,19 @@ impl Nccl {
 }
 
 impl Part {
-    /// Whether all members have met.
-    pub(super) fn has_met(&self) -> bool {
-        self.has_met
+    /// NCCL-2
+    pub(super) fn is_ready(&self) -> bool {
+        self.is_ready
     }
 
-    /// All members have met.
-    pub(super) fn set_met(&mut self) {
-        self.has_met = true;
+    /// Steps may begin.
+    pub(super) fn set_ready(&mut self) {
+        self.is_ready = true;
+    }
+
+    /// The state that goes round before the first step.
+    pub(super) fn handover(&self) -> Option<&Handover> {
+        self.handover.as_ref()
     }
 
     /// Begins the sum over some lanes, each with its owner.
@@ -172,8 +146,10 @@ impl Part {
     /// # Errors
     /// If the members have not met, or a lane belongs to nobody.
     pub(super) fn begin_step(&mut self, lanes: Vec<(u16, u16)>) -> Result<(), RankFault> {
-        if !self.has_met {
-            return Err(RankFault::passing("a step began before the members have met"));
+        if !self.is_ready {
+            return Err(RankFault::passing(
+                "a step began before the members were together",
+            ));
         }
         self.sums
             .begin(lanes, Instant::now() + self.step_timeout)
@@ -192,6 +168,3 @@ impl Part {
         self.sums.end(ABORT_PATIENCE).map_err(RankFault::passing)
     }
 }
-
-/// What a part has to tell.
-pub(in crate::rank) type Word = SumWord;

@@ -3,19 +3,21 @@
 //!
 //! All shards of a verifier compute the same rows in the same order (`Turn`), so what they tell each other pairs up.
 //!
-//! Files: `team` the other shards, `couriers` the links to draft replicas.
+//! Files: `team` the other shards, `nccl` sums over slices from GPU to GPU, `couriers` the links to draft replicas.
 
 mod couriers;
+mod nccl;
 mod stored;
 mod team;
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use bytes::Bytes;
 
 use eaglet_runtime::collective::ShardPeers;
 use eaglet_runtime::control::{
-    Activity, CoordinatorCommand, Extraction, HeldOutRequest, Member, RankEvent, Turn,
+    Activity, CollectiveId, CoordinatorCommand, Extraction, HeldOutRequest, Member, RankEvent, Turn,
 };
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, RowId, Step, Unit};
@@ -24,9 +26,12 @@ use eaglet_runtime::row::{PackedRow, Sample};
 use eaglet_runtime::verifier::{Interrupted, Peers, Shard, Verifier, VerifierError};
 
 use self::couriers::{Captured, Couriers};
+use self::nccl::{Nccl, TeamPeers};
 pub(super) use self::stored::StoredWorker;
 use self::team::{Talk, Team};
+use super::nccl::Word;
 use super::{Context, Inbox, Input, Progress, RankDevice, RankFault, Worker, shard_link_options};
+use crate::config::Collective;
 use crate::faults::{self, Point};
 use crate::recipe;
 
@@ -36,6 +41,8 @@ pub(super) struct VerifierWorker<D: RankDevice> {
     shard: Shard,
     loaded: Option<Loaded<D>>,
     team: Team,
+    /// If slices are summed over NCCL.
+    nccl: Option<Nccl>,
     /// The newest epoch in which it linked up, or tried to.
     tried: Option<Epoch>,
     /// Work of the present epoch, by its turn.
@@ -52,7 +59,7 @@ struct Loaded<D: RankDevice> {
 }
 
 /// The verifier, its other shards as this one sees them for one row, and where answers end.
-type Together<'a, D> = (&'a mut Verifier<D>, ShardPeers<Talk<'a>>, &'a [u32]);
+type Together<'a, D> = (&'a mut Verifier<D>, TeamPeers<'a, Talk<'a>>, &'a [u32]);
 
 /// Something to compute.
 enum Job {
@@ -69,6 +76,7 @@ impl<D: RankDevice> VerifierWorker<D> {
             shard,
             loaded: None,
             team: Team::new(shard),
+            nccl: None,
             tried: None,
             jobs: BTreeMap::new(),
             next: 0,
@@ -84,6 +92,9 @@ impl<D: RankDevice> VerifierWorker<D> {
         let verifier = Verifier::load_on(device, &config.path, config.aux_layers.clone(), self.shard)
             .map_err(RankFault::permanent)?;
         let contract = recipe::contract(&self.context.config).map_err(RankFault::permanent)?;
+        if config.collective == Collective::Nccl && self.shard.slices > 1 {
+            self.nccl = Some(Nccl::open(config.sums)?);
+        }
         self.loaded = Some(Loaded {
             stop_ids: verifier.config().eos_token_ids.clone(),
             verifier,
@@ -96,9 +107,17 @@ impl<D: RankDevice> VerifierWorker<D> {
     /// FENCE: what was given in an older epoch than this is void.
     fn abandon(&mut self, epoch: Epoch) {
         if epoch > self.team.epoch() {
-            self.team.leave(epoch);
+            self.leave(epoch);
             self.jobs.retain(|turn, _| turn.epoch >= epoch);
             self.next = 0;
+        }
+    }
+
+    fn leave(&mut self, epoch: Epoch) {
+        self.team.leave(epoch);
+        if let Some(Err(fault)) = self.nccl.as_mut().map(Nccl::end) {
+            // What hangs inside NCCL would hang in the end of anything else on this GPU, too.
+            self.context.end_process(&fault);
         }
     }
 
@@ -123,9 +142,54 @@ impl<D: RankDevice> VerifierWorker<D> {
             }
             Err(unreached) => return Err(RankFault::passing(unreached)),
         }
+        match &mut self.nccl {
+            Some(nccl) => {
+                nccl.begin(&self.context, epoch, self.team.slices())?;
+                faults::reach(Point::Meet, None)?;
+                Ok(())
+            }
+            None => self.say_formed(),
+        }
+    }
+
+    /// NCCL-2
+    fn say_formed(&self) -> Result<(), RankFault> {
+        let epoch = self.team.epoch();
         self.context.say(RankEvent::GroupReady { epoch });
         faults::reach(Point::Formed, None)?;
         Ok(())
+    }
+
+    /// Something came of what is done over NCCL.
+    fn take_word(&mut self, epoch: Epoch, word: Word) -> Result<(), RankFault> {
+        // FENCE
+        let Some(nccl) = self.nccl.as_mut().filter(|_| epoch == self.team.epoch()) else {
+            return Ok(());
+        };
+        match word {
+            Word::Id(id) => {
+                let id = CollectiveId::new(&id.0);
+                self.context.say(RankEvent::CollectiveId { epoch, id });
+            }
+            Word::Met => {
+                if nccl.set_met() {
+                    self.say_formed()?;
+                }
+            }
+            // The coordinator was told.
+            Word::Broken(_) => {}
+            // Of gradients.
+            Word::Room | Word::Arrived | Word::HandedOver | Word::Summed => {}
+        }
+        Ok(())
+    }
+
+    /// What it is busy with between two inputs.
+    fn resting(&self) -> Activity {
+        match self.nccl.as_ref().is_some_and(Nccl::is_meeting) {
+            true => Activity::Meeting,
+            false => Activity::Idle,
+        }
     }
 
     fn enqueue(&mut self, turn: Turn, job: Job) {
@@ -158,7 +222,7 @@ impl<D: RankDevice> VerifierWorker<D> {
             self.context.say_broken(broken.from, broken.epoch, broken.reason);
         }
         let epoch = self.team.epoch();
-        self.team.leave(epoch);
+        self.leave(epoch);
         self.jobs.retain(|turn, _| turn.epoch > epoch);
         match self.team.take_fault() {
             Some(fault) => Err(fault),
@@ -185,7 +249,9 @@ impl<D: RankDevice> VerifierWorker<D> {
         self.context.activity.restart(Activity::Loading);
         let dtype = self.context.config.verifier.hidden_dtype;
         let (verifier, mut peers, _) = self.together(number, None, Activity::Loading, inbox)?;
-        let checked = match verifier.self_check(dtype, &mut peers) {
+        let checked = verifier.self_check(dtype, &mut peers);
+        peers.settle()?;
+        let checked = match checked {
             Err(VerifierError::Interrupted(interrupted)) => return Err(interrupted.into()),
             checked => checked.map_err(RankFault::permanent)?,
         };
@@ -225,7 +291,9 @@ impl<D: RankDevice> VerifierWorker<D> {
         let mut memory = self.memory(lease, content.len(), &destination)?;
         let (verifier, mut peers, _) = self.together(number, row.step(), Activity::Extracting, inbox)?;
         let out = memory.as_mut().map(Memory::as_mut);
-        match verifier.extract_into(&content, dtype, &mut peers, out) {
+        let extracted = verifier.extract_into(&content, dtype, &mut peers, out);
+        peers.settle()?;
+        match extracted {
             Ok(()) => self.hand_over((row, lease), content, memory, &destination)?,
             Err(VerifierError::NonFinite { document, layer }) => {
                 let reason = format!("its hidden states are not finite from layer {layer} on");
@@ -261,6 +329,7 @@ impl<D: RankDevice> VerifierWorker<D> {
                     verifier.extract_into(&content, dtype, &mut peers, Some(memory.as_mut()))?;
                     Ok((content, memory))
                 });
+            peers.settle()?;
             let (found, extracted) = match extracted {
                 Ok(extracted) => (None, Some(extracted)),
                 Err(VerifierError::NonFinite { document, .. }) => (Some(document), None),
@@ -305,6 +374,7 @@ impl<D: RankDevice> VerifierWorker<D> {
             shard,
             loaded,
             team,
+            nccl,
             ..
         } = self;
         let Loaded {
@@ -318,7 +388,17 @@ impl<D: RankDevice> VerifierWorker<D> {
             turn,
             step,
         };
-        Ok((verifier, ShardPeers::new(*shard, talk), stop_ids))
+        let supervision = &context.config.supervision;
+        let limit = Duration::from_secs(match activity {
+            Activity::Loading => supervision.load_timeout_s,
+            _ => supervision.step_timeout_s,
+        });
+        let peers = TeamPeers {
+            links: ShardPeers::new(*shard, talk),
+            sums: nccl.as_mut().and_then(|nccl| nccl.sums(limit)),
+            step,
+        };
+        Ok((verifier, peers, stop_ids))
     }
 
     /// All slices of a stage hold the same states; they take turns to send them.
@@ -473,11 +553,15 @@ impl<D: RankDevice> Worker for VerifierWorker<D> {
             Input::Command(CoordinatorCommand::ExtractHeldOut(request)) => {
                 self.enqueue(request.turn, Job::HeldOut(request));
             }
+            Input::Command(CoordinatorCommand::Meet { epoch, id }) => {
+                if let Some(nccl) = self.nccl.as_mut().filter(|_| epoch >= self.team.epoch()) {
+                    nccl.take_id(epoch, &id)?;
+                }
+            }
             Input::Command(command) => {
                 return Err(RankFault::passing(format!("a verifier was told {command:?}")));
             }
-            // Draft ranks' business.
-            Input::Sum { .. } => {}
+            Input::Sum { epoch, word } => self.take_word(epoch, word)?,
             Input::Bulk(BulkEvent::Message(message)) => self.team.keep(message),
             Input::Bulk(event) => {
                 if let Err(interrupted) = self.team.hear_of(&event) {
@@ -485,14 +569,14 @@ impl<D: RankDevice> Worker for VerifierWorker<D> {
                 }
             }
         }
-        self.context.enter(Activity::Idle);
+        self.context.enter(self.resting());
         Ok(())
     }
 
     fn proceed(&mut self, inbox: &mut Inbox) -> Result<Progress, RankFault> {
         if let Some((number, job)) = self.next_job() {
             self.work_on(number, job, inbox)?;
-            self.context.enter(Activity::Idle);
+            self.context.enter(self.resting());
             return Ok(Progress::More);
         }
         let empty = self.team.flush()?;

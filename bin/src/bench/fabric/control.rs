@@ -6,11 +6,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use bytes::Bytes;
-use eaglet_runtime::control::transport::{
-    self, Accepted, Admit, Dialed, Joined, Operate, Receive, Refusal,
-};
+use eaglet_runtime::control::transport::{self, Accepted, Admit, Dialed, Joined, Operate, Receive, Refusal};
 use eaglet_runtime::control::{
-    BulkAddress,    Activity, Attach, Beat, CoordinatorCommand, OperatorCall, OperatorReply, PROTOCOL, RankEvent,
+    Activity, Attach, Beat, BulkAddress, CoordinatorCommand, OperatorCall, OperatorReply, PROTOCOL, RankEvent,
 };
 use eaglet_runtime::ids::{Generation, Seat};
 use eaglet_runtime::link::SenderOptions;

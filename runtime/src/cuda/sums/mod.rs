@@ -1,9 +1,9 @@
-//! Sums of gradients over the GPUs of one epoch, bucket by bucket while they are still being computed.
+//! Sums of gradients over the GPUs of one epoch, bucket by bucket while they are still being computed, and before them the
+//! state of a healthy member for those who need it.
 //!
-//! Three threads: the caller's, which computes and never waits here; one that asks NCCL for the collectives; and one that
-//! watches what was asked for. A call of NCCL's or of the driver's may hang when a peer dies, so only the second thread
-//! makes such calls, and the first fault is told by whoever sees it. After a fault nothing is tried again: the caller
-//! hears [`SumWord::Broken`], tells its coordinator, and ends this value; the next epoch makes a new one with a new id.
+//! Three threads: the caller's, which computes and never waits here; one that asks NCCL for the collectives; and the
+//! watchdog of the [meeting](super::meeting). A call of NCCL's or of the driver's may hang when a peer dies, so only the
+//! second thread makes such calls.
 //!
 //! Buckets are owned by one thread at a time: they are filled by the caller, move to the second thread when they are
 //! whole, and come back as sums.
@@ -12,19 +12,20 @@
 //! - **SUMS-1 exact**: in [`SumMode::Exact`] the sum has the bits of [`SeatOrderedReduce`], whatever the membership and
 //!   whoever owns which lane: lanes are added in their order, then multiplied by `1 / lanes`.
 //! - **SUMS-2 bounded**: a member holds the sum, one bucket that it receives, and of its own lanes what was not sent yet,
-//!   which is at most one gradient for each of them.
-//! - **SUMS-3 deadlines**: every meeting and every collective has one, and its passing is told. [`GradientSums::end`] and
-//!   [`SumsAborter::abort`] return in time, or say that the process has to end.
+//!   which is at most one gradient for each of them. Of a state it holds a few buckets.
+//! - **SUMS-3 deadlines**: MEETING-2 and -3, for [`GradientSums::end`] too.
+//! - **STATE-1 order**: all members meet, then the state goes round, then steps begin.
+//! - **STATE-2 same bits**: what arrives is what lay at the donor when it was given.
 //!
 //! [`SeatOrderedReduce`]: crate::collective::SeatOrderedReduce
 //! [`SumMode::Exact`]: crate::collective::SumMode::Exact
 
+mod handover;
 mod poster;
 mod terms;
-mod watchdog;
 
 use std::ops::Range;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -32,17 +33,15 @@ use super::cache::KernelCache;
 use super::driver::{Context, CudaError, Driver};
 use super::kernels::Kernels;
 use super::library::SearchPath;
+use super::meeting::{LAST_PATIENCE, Meeting, MeetingAborter, Members, Threads};
 use super::memory::{Buffer, View, ViewMut};
-use super::nccl::{Communicator, Nccl, NcclError, UniqueId};
+use super::nccl::{Nccl, NcclError, UniqueId};
 use super::nvrtc::Nvrtc;
 use super::stream::{Event, Stream};
+use handover::Passing;
 use poster::{Filled, Order, Poster, Step};
-use watchdog::Watch;
 
-pub use terms::{Gradient, SumError, SumShape, SumWord};
-
-/// For the end of a value that nobody ended.
-const LAST_PATIENCE: Duration = Duration::from_secs(10);
+pub use terms::{Gradient, Handover, SumError, SumShape, SumWord};
 
 /// What sums are made with: a GPU, its kernels, NCCL.
 #[derive(Debug, Clone)]
@@ -65,6 +64,18 @@ impl SumDevice {
             nccl: Nccl::open(search)?,
             context,
         })
+    }
+
+    pub(super) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    pub(super) fn kernels(&self) -> Arc<Kernels> {
+        self.kernels.clone()
+    }
+
+    pub(super) fn nccl(&self) -> &Arc<Nccl> {
+        &self.nccl
     }
 
     /// NCCL's version, `(major, minor, patch)`.
@@ -98,69 +109,9 @@ impl Pool {
 /// What the threads of one epoch share.
 struct Shared {
     shape: SumShape,
-    watch: Watch,
-    tell: Box<dyn Fn(SumWord) + Send + Sync>,
-    line: Mutex<Line>,
+    meeting: Arc<Meeting>,
+    passing: Option<Passing>,
     sums: Mutex<Option<Vec<Buffer<f32>>>>,
-}
-
-/// The communicator in the course of an epoch.
-#[derive(Default)]
-struct Line {
-    communicator: Option<Arc<Communicator>>,
-    /// Nobody may make one, or tell of a fault, any more.
-    is_over: bool,
-    is_broken: bool,
-}
-
-impl Shared {
-    fn line(&self) -> std::sync::MutexGuard<'_, Line> {
-        self.line.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn is_over(&self) -> bool {
-        self.line().is_over
-    }
-
-    /// Tells the first fault, unless the epoch is over.
-    fn fail(&self, error: &SumError) {
-        let is_first = {
-            let mut line = self.line();
-            let is_first = !line.is_over && !line.is_broken;
-            line.is_broken = true;
-            is_first
-        };
-        if is_first {
-            (self.tell)(SumWord::Broken(error.to_string()));
-        }
-    }
-
-    fn rank_of(&self, seat: u16) -> Option<usize> {
-        self.shape.members.iter().position(|&member| member == seat)
-    }
-}
-
-/// Ends the collectives of an epoch from another thread, while its owner computes.
-#[derive(Clone)]
-pub struct SumsAborter(Arc<Shared>);
-
-impl SumsAborter {
-    /// Ends the epoch's communicator and whatever it is doing. Doing so twice does no harm.
-    ///
-    /// # Errors
-    /// [`NcclError::AbortStuck`] if NCCL does not return in time: the process has to end.
-    pub fn abort(&self, patience: Duration) -> Result<(), NcclError> {
-        let communicator = {
-            let mut line = self.0.line();
-            line.is_over = true;
-            line.communicator.clone()
-        };
-        self.0.watch.end();
-        match communicator {
-            Some(communicator) => communicator.abort(patience),
-            None => Ok(()),
-        }
-    }
 }
 
 /// The lane that is being brought in.
@@ -185,7 +136,7 @@ pub struct GradientSums {
     /// Numbers of this seat's lanes that were not brought in yet.
     left: std::collections::VecDeque<usize>,
     bringing: Option<Bringing>,
-    threads: Vec<Receiver<()>>,
+    threads: Threads,
 }
 
 impl GradientSums {
@@ -199,13 +150,13 @@ impl GradientSums {
         shape: SumShape,
         tell: impl Fn(SumWord) + Send + Sync + 'static,
     ) -> Result<Self, SumError> {
-        let ascending = shape.members.windows(2).all(|pair| pair[0] < pair[1]);
-        if !ascending || !shape.members.contains(&shape.own) {
-            return Err(SumError::Shape {
-                own: shape.own,
-                members: shape.members,
-            });
-        }
+        let members = Members {
+            seats: shape.members.clone(),
+            own: shape.own,
+            patience: shape.meeting_patience,
+        };
+        let meeting = Meeting::new(members, tell)?;
+        let passing = Passing::of(&shape, &meeting)?;
         let pool = Pool {
             context: device.context.clone(),
             elements: shape.plan.bucket_elements().min(shape.plan.elements()).max(1),
@@ -214,18 +165,15 @@ impl GradientSums {
         let carry = Stream::new(&device.context)?;
         let shared = Arc::new(Shared {
             shape,
-            watch: Watch::default(),
-            tell: Box::new(tell),
-            line: Mutex::default(),
+            meeting,
+            passing,
             sums: Mutex::default(),
         });
         let (orders, received) = mpsc::channel();
         let poster = Poster::new(device.clone(), shared.clone(), pool.clone(), received)?;
-        let watched = shared.clone();
-        let threads = vec![
-            run("sums", move || poster.run()),
-            run("sums-watch", move || watchdog::run(&watched)),
-        ];
+        let mut threads = Threads::default();
+        threads.run("sums", move || poster.run());
+        threads.watch("sums-watch", &shared.meeting);
         Ok(Self {
             shared,
             pool,
@@ -259,7 +207,7 @@ impl GradientSums {
         let ascending = lanes.windows(2).all(|pair| pair[0].0 < pair[1].0);
         let roots: Option<Vec<usize>> = lanes
             .iter()
-            .map(|&(_, owner)| self.shared.rank_of(owner))
+            .map(|&(_, owner)| self.shared.meeting.rank_of(owner))
             .collect();
         let Some(roots) = roots.filter(|roots| ascending && !roots.is_empty()) else {
             let members = shape.members.clone();
@@ -400,8 +348,8 @@ impl GradientSums {
     }
 
     /// What ends the epoch from another thread.
-    pub fn aborter(&self) -> SumsAborter {
-        SumsAborter(self.shared.clone())
+    pub fn aborter(&self) -> MeetingAborter {
+        MeetingAborter(self.shared.meeting.clone())
     }
 
     /// Ends the epoch: aborts the communicator and waits for the threads.
@@ -413,23 +361,11 @@ impl GradientSums {
     }
 
     fn stop(&mut self, patience: Duration) -> Result<(), NcclError> {
-        if self.threads.is_empty() {
+        let threads = std::mem::take(&mut self.threads);
+        if threads.is_empty() {
             return Ok(());
         }
-        let deadline = Instant::now() + patience;
-        let threads = std::mem::take(&mut self.threads);
-        self.aborter().abort(patience)?;
-        // What the threads still hold may be freed now, and not before.
-        self.orders = None;
-        for thread in threads {
-            let rest = deadline.saturating_duration_since(Instant::now());
-            if thread.recv_timeout(rest) == Err(RecvTimeoutError::Timeout) {
-                let rank = self.shared.rank_of(self.shared.shape.own).unwrap_or_default();
-                let waited_ms = patience.as_millis() as u64;
-                return Err(NcclError::AbortStuck { rank, waited_ms });
-            }
-        }
-        Ok(())
+        threads.end(&self.shared.meeting, patience, || self.orders = None)
     }
 }
 
@@ -439,18 +375,4 @@ impl Drop for GradientSums {
             tracing::error!(%error, "the sums of an epoch were left behind");
         }
     }
-}
-
-/// Runs something on a thread of its own; the receiver is told of its end by a hang-up.
-fn run(name: &str, work: impl FnOnce() + Send + 'static) -> Receiver<()> {
-    let (running, ended) = mpsc::channel();
-    let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
-        work();
-        drop(running);
-    });
-    if let Err(error) = spawned {
-        // The closure is gone, and with it what it would have told: the others see that nothing comes.
-        tracing::error!(%error, name, "a thread cannot be started");
-    }
-    ended
 }

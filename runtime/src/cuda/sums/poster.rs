@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::sync::{Arc, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::{Pool, Shared, SumDevice, SumError, SumWord};
 use crate::collective::{SumMode, Turn};
@@ -11,12 +11,6 @@ use crate::cuda::driver::CudaError;
 use crate::cuda::memory::{Buffer, View, ViewMut};
 use crate::cuda::nccl::{Communicator, NcclError, Pending, UniqueId};
 use crate::cuda::stream::{Event, Stream};
-
-/// Collectives that are asked for before the first of them is done. A stream takes about a thousand launches; behind them
-/// a call of the driver's waits.
-const WINDOW: usize = 64;
-/// Between two looks at something that is going on.
-const POLL: Duration = Duration::from_micros(200);
 
 /// What the caller wants.
 pub(super) enum Order {
@@ -26,6 +20,8 @@ pub(super) enum Order {
     Begin(Step),
     /// A bucket of one of this member's lanes is whole.
     Bucket(Filled),
+    /// The next bucket of this member's state, there when the mark is done.
+    State(Buffer<f32>, Event),
 }
 
 /// A step.
@@ -49,7 +45,7 @@ pub(super) struct Filled {
 }
 
 /// Why the thread does not go on.
-enum Stop {
+pub(super) enum Stop {
     /// It is not to.
     Over,
     /// It cannot.
@@ -69,12 +65,12 @@ impl<E: Into<SumError>> From<E> for Stop {
 /// The thread's state.
 pub(super) struct Poster {
     device: SumDevice,
-    shared: Arc<Shared>,
-    pool: Pool,
-    orders: Receiver<Order>,
-    stream: Stream,
+    pub(super) shared: Arc<Shared>,
+    pub(super) pool: Pool,
+    pub(super) orders: Receiver<Order>,
+    pub(super) stream: Stream,
     rank: usize,
-    communicator: Option<Arc<Communicator>>,
+    pub(super) communicator: Option<Arc<Communicator>>,
     /// The step that was begun and is not summed.
     step: Option<Step>,
     /// Whole buckets of own lanes whose turn has not come, by lane and bucket. In fast mode the sum of those that came
@@ -83,7 +79,11 @@ pub(super) struct Poster {
     /// Buckets that the stream still reads.
     retiring: VecDeque<(Event, Buffer<f32>)>,
     /// Where lanes of others arrive. The stream orders its uses.
-    landing: Option<Buffer<f32>>,
+    pub(super) landing: Option<Buffer<f32>>,
+    /// Buckets of the own state that were given and not asked for.
+    pub(super) given: VecDeque<(Buffer<f32>, Event)>,
+    /// Buckets of the state that are under way. They stay here when an epoch breaks.
+    pub(super) under_way: VecDeque<(Event, usize, Buffer<f32>)>,
 }
 
 impl Poster {
@@ -95,7 +95,7 @@ impl Poster {
     ) -> Result<Self, CudaError> {
         Ok(Self {
             stream: Stream::new(&device.context)?,
-            rank: shared.rank_of(shared.shape.own).unwrap_or_default(),
+            rank: shared.meeting.rank(),
             device,
             shared,
             pool,
@@ -105,24 +105,31 @@ impl Poster {
             filled: HashMap::new(),
             retiring: VecDeque::new(),
             landing: None,
+            given: VecDeque::new(),
+            under_way: VecDeque::new(),
         })
     }
 
     pub(super) fn run(mut self) {
         let mut held = Vec::new();
         if let Err(Stop::Broken(error)) = self.serve(&mut held) {
-            self.shared.fail(&error);
+            self.shared.meeting.fail(&error);
         }
         // Collectives may still write into buffers: nothing is freed before the communicator is aborted and the orders
         // end.
         while self.orders.recv().is_ok() {}
         // Its marks go before the stream that they are in.
-        self.shared.watch.clear();
+        self.shared.meeting.forget();
     }
 
     fn serve(&mut self, held: &mut Vec<Option<Buffer<f32>>>) -> Result<(), Stop> {
         self.meet()?;
-        (self.shared.tell)(SumWord::Met);
+        self.shared.meeting.tell(SumWord::Met);
+        if self.shared.passing.is_some() {
+            // STATE-1
+            self.pass_state()?;
+            self.shared.meeting.tell(SumWord::HandedOver);
+        }
         loop {
             let Some(step) = self.step.take() else {
                 self.listen()?;
@@ -133,59 +140,26 @@ impl Poster {
             self.sum(&step, held)?;
             let sums: Vec<Buffer<f32>> = held.drain(..).flatten().collect();
             *self.shared.sums.lock().unwrap_or_else(PoisonError::into_inner) = Some(sums);
-            (self.shared.tell)(SumWord::Summed);
+            self.shared.meeting.tell(SumWord::Summed);
         }
     }
 
     /// Meets the other members, if there are any.
     fn meet(&mut self) -> Result<(), Stop> {
-        let shape = &self.shared.shape;
-        let ranks = shape.members.len();
-        if ranks == 1 {
-            return Ok(());
-        }
-        let deadline = Instant::now() + shape.meeting_patience;
-        let number = self.shared.watch.asking("the meeting", deadline);
-        let id = if self.rank == 0 {
-            let id = self.device.nccl.unique_id()?;
-            (self.shared.tell)(SumWord::Id(id));
-            id
-        } else {
-            self.await_id(deadline)?
-        };
-        let communicator = {
-            let mut line = self.shared.line();
-            if line.is_over {
-                return Err(Stop::Over);
-            }
-            // Returns at once.
-            let communicator =
-                Communicator::begin(&self.device.nccl, &self.device.context, id, ranks, self.rank)?;
-            line.communicator.insert(Arc::new(communicator)).clone()
-        };
-        communicator.wait_until_ready(deadline)?;
-        self.shared.watch.asked(number, None);
-        self.communicator = Some(communicator);
-        Ok(())
-    }
-
-    fn await_id(&mut self, deadline: Instant) -> Result<UniqueId, Stop> {
-        loop {
-            let rest = deadline.saturating_duration_since(Instant::now());
-            match self.orders.recv_timeout(rest) {
-                Ok(Order::Meet(id)) => return Ok(id),
-                Ok(other) => self.note(other)?,
-                Err(RecvTimeoutError::Disconnected) => return Err(Stop::Over),
-                Err(RecvTimeoutError::Timeout) => {
-                    return Err(Stop::Broken(SumError::Nccl(NcclError::Late {
-                        what: "the id of the meeting",
-                        rank: self.rank,
-                        ranks: self.shared.shape.members.len(),
-                        waited_ms: self.shared.shape.meeting_patience.as_millis() as u64,
-                    })));
+        let (meeting, device) = (self.shared.clone(), self.device.clone());
+        let meeting = &meeting.meeting;
+        self.communicator = meeting.meet(&device.nccl, &device.context, |deadline| {
+            loop {
+                let rest = deadline.saturating_duration_since(Instant::now());
+                match self.orders.recv_timeout(rest) {
+                    Ok(Order::Meet(id)) => return Ok(id),
+                    Ok(other) => self.note(other)?,
+                    Err(RecvTimeoutError::Disconnected) => return Err(Stop::Over),
+                    Err(RecvTimeoutError::Timeout) => return Err(meeting.id_is_late().into()),
                 }
             }
-        }
+        })?;
+        Ok(())
     }
 
     /// Waits for an order. It comes from this process's own work, so there is no deadline: who computes is watched by
@@ -195,7 +169,7 @@ impl Poster {
         self.note(order)
     }
 
-    fn note(&mut self, order: Order) -> Result<(), Stop> {
+    pub(super) fn note(&mut self, order: Order) -> Result<(), Stop> {
         match order {
             // The id is known, and no other one will do.
             Order::Meet(_) => Ok(()),
@@ -204,6 +178,10 @@ impl Poster {
                 Ok(())
             }
             Order::Bucket(filled) => self.note_bucket(filled),
+            Order::State(buffer, ready) => {
+                self.given.push_back((buffer, ready));
+                Ok(())
+            }
         }
     }
 
@@ -332,43 +310,15 @@ impl Poster {
         step: &Step,
         call: impl FnOnce(&'a Communicator, Instant) -> Result<Pending<'a>, NcclError>,
     ) -> Result<(), Stop> {
-        let Some(communicator) = &self.communicator else {
-            return Ok(());
-        };
-        self.await_fewer_than(WINDOW)?;
-        let number = self.shared.watch.asking(what, step.deadline);
-        let pending = call(communicator, step.deadline)?;
-        self.shared.watch.asked(number, Some(pending.into_event()));
-        Ok(())
-    }
-
-    /// Waits until fewer collectives are pending. The watchdog sees what is late, and the abort that follows ends it.
-    fn await_fewer_than(&self, most: usize) -> Result<(), Stop> {
-        while self.shared.watch.pending()? >= most {
-            if self.shared.is_over() {
-                return Err(Stop::Over);
-            }
-            std::thread::sleep(POLL);
+        match &self.communicator {
+            Some(communicator) => Ok(self.shared.meeting.ask(communicator, what, step.deadline, call)?),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// Waits until all that was asked of the stream is done.
     fn drain(&mut self, deadline: Instant) -> Result<(), Stop> {
-        let done = Event::new(&self.device.context)?;
-        self.stream.record(&done)?;
-        self.shared.watch.asking("the sum", deadline);
-        while !done.is_done()? {
-            if self.shared.is_over() {
-                return Err(Stop::Over);
-            }
-            std::thread::sleep(POLL);
-        }
-        // An error of NCCL's may look like the end of its work.
-        if let Some(communicator) = &self.communicator {
-            communicator.is_settled("the sum")?;
-        }
-        self.shared.watch.clear();
+        self.shared.meeting.drain(&self.stream, "the sum", deadline)?;
         self.recycle()
     }
 

@@ -22,15 +22,36 @@ pub struct SumShape {
     pub mode: SumMode,
     /// The members have met by then, or the epoch is broken.
     pub meeting_patience: Duration,
+    /// The state that goes from one of them to others once they have met.
+    pub handover: Option<Handover>,
 }
 
-/// What a value has to tell while its owner does something else.
+/// Vectors of one member that others need, each as long as a gradient.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Handover {
+    /// The seat that has them.
+    pub donor: u16,
+    /// The seats that need them.
+    pub receivers: Vec<u16>,
+    /// How many vectors.
+    pub vectors: usize,
+    /// They are there so long after the meeting, or the epoch is broken.
+    pub patience: Duration,
+}
+
+/// What a part in a communicator has to tell while its owner does something else.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SumWord {
     /// The id that the others need; told by the member with the lowest seat.
     Id(UniqueId),
-    /// All members have met: steps may begin.
+    /// All members have met: steps may begin, unless a state has to go round first.
     Met,
+    /// The donor can give more of its state.
+    Room,
+    /// A part of the state has arrived at a receiver.
+    Arrived,
+    /// The state has gone round: steps may begin.
+    HandedOver,
     /// The sum of the present step is there.
     Summed,
     /// Something failed or is late; nothing more will come. Why, in one line.
@@ -80,6 +101,22 @@ pub enum SumError {
     /// The threads of this epoch have ended.
     #[error("the sums of this epoch have ended")]
     Ended,
+    /// The donor or a receiver of a state is no member, one is both, or there is none.
+    #[error("a state cannot go from seat {donor} to seats {receivers:?} of {members:?}")]
+    Handover {
+        /// Who was to give.
+        donor: u16,
+        /// Who was to receive.
+        receivers: Vec<u16>,
+        /// The members.
+        members: Vec<u16>,
+    },
+    /// A state is given or taken by somebody else, in another number of vectors, or of another length.
+    #[error("seat {own} has no part in the handover of such a state")]
+    State {
+        /// This seat.
+        own: u16,
+    },
     /// NCCL or the device.
     #[error(transparent)]
     Nccl(#[from] NcclError),

@@ -6,11 +6,11 @@ mod step;
 
 use std::collections::BTreeMap;
 
-use eaglet_runtime::control::{Acceptance, Activity, CoordinatorCommand, Member, RankEvent};
+use eaglet_runtime::control::{Acceptance, Activity, CoordinatorCommand, Handover, Member, RankEvent};
 use eaglet_runtime::ids::{Epoch, RowId, Seat, Step};
 
 use self::step::Phase;
-use super::collective::{self, MeetingId, Word};
+use super::collective::{self, Attendance, MeetingId, Word};
 use super::network::{LinkKind, Load, PARTS, Parcel};
 use super::rank::{Input, RankFault, RankId};
 use super::weights::Weights;
@@ -46,27 +46,9 @@ struct Group {
     /// Seats of the members, ascending, and their processes.
     members: Vec<(u16, RankId)>,
     owners: Vec<u16>,
-    meeting: Option<Meeting>,
-}
-
-/// How far a group is that sums over NCCL.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Meeting {
-    /// The id is awaited.
-    Awaited,
-    /// The others are.
-    Joined(MeetingId),
-    /// All are here.
-    Met(MeetingId),
-}
-
-impl Meeting {
-    fn number(self) -> Option<MeetingId> {
-        match self {
-            Self::Awaited => None,
-            Self::Joined(number) | Self::Met(number) => Some(number),
-        }
-    }
+    meeting: Option<Attendance>,
+    /// The state that goes round once all have met.
+    handover: Option<Handover>,
 }
 
 impl Group {
@@ -80,7 +62,9 @@ impl Draft {
     pub(super) fn activity(&self) -> Activity {
         let meeting = self.group.as_ref().and_then(|group| group.meeting);
         match (meeting, self.phase.activity()) {
-            (Some(Meeting::Awaited | Meeting::Joined(_)), Activity::Idle) => Activity::Meeting,
+            (Some(Attendance::Awaited | Attendance::Joined(_) | Attendance::Passing(_)), Activity::Idle) => {
+                Activity::Meeting
+            }
             (_, activity) => activity,
         }
     }
@@ -154,15 +138,33 @@ impl Draft {
         };
         let is_broken = match word {
             Word::Met => {
-                if matches!(state, Meeting::Joined(_)) {
-                    group.meeting = Some(Meeting::Met(meeting));
-                    world.say(id, RankEvent::GroupReady { epoch });
+                if matches!(state, Attendance::Joined(_)) {
+                    match group.handover.clone() {
+                        None => {
+                            group.meeting = Some(Attendance::Met(meeting));
+                            world.say(id, RankEvent::GroupReady { epoch });
+                        }
+                        Some(handover) => {
+                            group.meeting = Some(Attendance::Passing(meeting));
+                            self.pass_state(world, id, meeting, &handover)?;
+                        }
+                    }
                 }
                 false
             }
-            Word::MeetingLate => matches!(state, Meeting::Joined(_)),
+            Word::HandedOver(weights) => {
+                if matches!(state, Attendance::Passing(_)) {
+                    group.meeting = Some(Attendance::Met(meeting));
+                    self.handed_over(world, id, weights);
+                }
+                false
+            }
+            Word::HandoverLate => matches!(state, Attendance::Passing(_)),
+            Word::MeetingLate => matches!(state, Attendance::Joined(_)),
             Word::SumLate { step } => self.phase.awaits(step),
             Word::Torn => true,
+            // Verifiers' business.
+            Word::SlicesSummed { .. } | Word::SlicesLate { .. } => false,
             Word::Summed { step, values } => {
                 self.take_sum(world, id, step, values.to_vec())?;
                 false
@@ -193,7 +195,8 @@ impl Draft {
                 epoch,
                 members,
                 owners,
-            } => self.form(world, id, epoch, &members, owners)?,
+                handover,
+            } => self.form(world, id, epoch, &members, (owners, handover))?,
             CoordinatorCommand::Meet { epoch, id: told } => {
                 if let Some(meeting) = collective::meeting_of(&told).filter(|_| epoch >= self.epoch) {
                     self.id = Some((epoch, meeting));
@@ -275,8 +278,8 @@ impl Draft {
         let (Some(group), Some((epoch, meeting))) = (&mut self.group, self.id) else {
             return;
         };
-        if epoch == self.epoch && group.meeting == Some(Meeting::Awaited) {
-            group.meeting = Some(Meeting::Joined(meeting));
+        if epoch == self.epoch && group.meeting == Some(Attendance::Awaited) {
+            group.meeting = Some(Attendance::Joined(meeting));
             world.join(id, meeting, group.members.len());
         }
     }
@@ -287,7 +290,7 @@ impl Draft {
         id: RankId,
         epoch: Epoch,
         members: &[Member],
-        owners: Vec<u16>,
+        (owners, handover): (Vec<u16>, Option<Handover>),
     ) -> Result<(), RankFault> {
         if epoch < self.epoch {
             return Ok(());
@@ -303,6 +306,7 @@ impl Draft {
             members: Vec::with_capacity(members.len()),
             owners,
             meeting: None,
+            handover,
         };
         let sums_over_nccl = world.plan.sums_over_nccl && members.len() > 1;
         for member in members {
@@ -327,7 +331,7 @@ impl Draft {
                 return Ok(());
             }
         }
-        group.meeting = sums_over_nccl.then_some(Meeting::Awaited);
+        group.meeting = sums_over_nccl.then_some(Attendance::Awaited);
         self.group = Some(group);
         if !sums_over_nccl {
             world.say(id, RankEvent::GroupReady { epoch });

@@ -1,9 +1,10 @@
 //! Where a fake replica's weights come from, and who gets them.
 
-use eaglet_runtime::control::{DraftOrigin, Member, RankEvent};
+use eaglet_runtime::control::{DraftOrigin, Handover, Member, RankEvent};
 use eaglet_runtime::ids::Seat;
 
 use super::{Draft, is_ahead, not_loaded};
+use crate::sim::collective::MeetingId;
 use crate::sim::network::{LinkKind, Load, PARTS, Parcel};
 use crate::sim::rank::{Rank, RankFault, RankId};
 use crate::sim::weights::Weights;
@@ -19,6 +20,10 @@ impl Draft {
         self.donor = None;
         self.incoming = [None; PARTS];
         match origin {
+            DraftOrigin::Later => {
+                self.early_states.clear();
+                self.replica = Some(Weights::VOID);
+            }
             DraftOrigin::Initial => {
                 self.early_states.clear();
                 self.replica = Some(Weights::INITIAL);
@@ -46,7 +51,9 @@ impl Draft {
     fn say_ready(&mut self, world: &mut World, id: RankId) {
         if let Some(weights) = self.replica {
             self.retain_rows(|row| is_ahead(row, weights.step));
-            world.holds(id, weights);
+            if weights != Weights::VOID {
+                world.holds(id, weights);
+            }
             world.say(
                 id,
                 RankEvent::DraftReady {
@@ -84,6 +91,42 @@ impl Draft {
             );
         }
         Ok(())
+    }
+
+    /// Takes part in the handover of its epoch, after which a receiver holds no state until it has all of the new one.
+    pub(super) fn pass_state(
+        &mut self,
+        world: &mut World,
+        id: RankId,
+        meeting: MeetingId,
+        handover: &Handover,
+    ) -> Result<(), RankFault> {
+        let own = world.ranks[id].seat.index;
+        let weights = self.replica.ok_or_else(not_loaded)?;
+        let is_donor = handover.donor == own;
+        if is_donor && (weights.step, weights.digest()) != (handover.step, handover.state) {
+            return Err(RankFault::passing("the state that was to be given is not here"));
+        }
+        if handover.receivers.contains(&own) {
+            self.replica = Some(Weights::VOID);
+        }
+        world.pass_state(id, meeting, is_donor.then_some(weights));
+        Ok(())
+    }
+
+    /// The state of the epoch has gone round.
+    pub(super) fn handed_over(&mut self, world: &mut World, id: RankId, weights: Weights) {
+        let (epoch, own) = (self.epoch, world.ranks[id].seat.index);
+        let handover = self.group.as_ref().and_then(|group| group.handover.as_ref());
+        if !handover.is_some_and(|handover| handover.receivers.contains(&own)) {
+            world.say(id, RankEvent::GroupReady { epoch });
+            return;
+        }
+        self.replica = Some(weights);
+        self.retain_rows(|row| is_ahead(row, weights.step));
+        world.holds(id, weights);
+        let (step, state) = (weights.step, weights.digest());
+        world.say(id, RankEvent::StateTaken { epoch, step, state });
     }
 
     pub(super) fn take_piece(

@@ -7,8 +7,8 @@ use eaglet_runtime::control::{Activity, LaneMetrics, RankEvent};
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, RowId, Step};
 
-use super::{Draft, Group, Meeting, is_ahead, not_loaded};
-use crate::sim::collective::{Lanes, MeetingId};
+use super::{Draft, Group, is_ahead, not_loaded};
+use crate::sim::collective::{Attendance, Lanes, MeetingId};
 use crate::sim::fault::Fault;
 use crate::sim::network::{LinkKind, Load, Parcel};
 use crate::sim::rank::{RankFault, RankId};
@@ -105,7 +105,7 @@ impl Draft {
             return Err(RankFault::passing(format!("the {row} is not here")));
         }
         let meeting = match group.meeting {
-            Some(Meeting::Met(meeting)) => Some(meeting),
+            Some(Attendance::Met(meeting)) => Some(meeting),
             Some(_) => return Err(RankFault::passing("a step began before the members have met")),
             None => None,
         };

@@ -7,12 +7,12 @@
 
 use eaglet_actors::engine::Command;
 use eaglet_actors::journal::Record;
-use eaglet_runtime::control::{CollectiveId, CoordinatorCommand, LaneMetrics, Member, RankEvent};
+use eaglet_runtime::control::{CollectiveId, CoordinatorCommand, Handover, LaneMetrics, Member, RankEvent};
 use eaglet_runtime::digest::Digest;
-use eaglet_runtime::ids::{Epoch, Generation, Seat, Step};
+use eaglet_runtime::ids::{Epoch, Generation, Role, Seat, Step};
 
 use super::book::Book;
-use super::{Checked, broken, lanes};
+use super::{Checked, broken, lanes, same};
 
 const NAME: &str = "FENCE";
 
@@ -32,6 +32,8 @@ struct Participant {
     generation: Generation,
     invited: bool,
     ready: bool,
+    /// It is ready once it has the state of its epoch.
+    takes_state: bool,
     met: bool,
     begun: Option<Step>,
     vote: Option<Vote>,
@@ -84,7 +86,12 @@ impl Fence {
                 self.id.get_or_insert_with(|| id.clone());
             }
             RankEvent::GroupReady { epoch } if *epoch == self.epoch => {
-                if let Some(participant) = participant {
+                if let Some(participant) = participant.filter(|member| !member.takes_state) {
+                    participant.ready = true;
+                }
+            }
+            RankEvent::StateTaken { epoch, .. } if *epoch == self.epoch => {
+                if let Some(participant) = participant.filter(|member| member.takes_state) {
                     participant.ready = true;
                 }
             }
@@ -122,8 +129,18 @@ impl Fence {
                 epoch,
                 members,
                 owners,
-            } => self.invited(book, seat, generation, *epoch, members, owners),
-            CoordinatorCommand::Meet { epoch, id } => self.met(seat, generation, *epoch, id),
+                handover,
+            } => self.invited(
+                book,
+                (seat, generation),
+                *epoch,
+                (members, owners),
+                handover.as_ref(),
+            ),
+            // Shards of verifiers meet in the epochs of their teams.
+            CoordinatorCommand::Meet { epoch, id } if seat.role == Role::Draft => {
+                self.met(seat, generation, *epoch, id)
+            }
             CoordinatorCommand::Begin { epoch, step, lanes } => {
                 self.begun(book, seat, generation, *epoch, *step, lanes)
             }
@@ -152,11 +169,10 @@ impl Fence {
     fn invited(
         &mut self,
         book: &Book,
-        seat: Seat,
-        generation: Generation,
+        (seat, generation): (Seat, Generation),
         epoch: Epoch,
-        members: &[Member],
-        owners: &[u16],
+        (members, owners): (&[Member], &[u16]),
+        handover: Option<&Handover>,
     ) -> Checked {
         if epoch < Epoch::first_of(book.launches) || epoch < self.epoch {
             return broken(NAME, format!("epoch {epoch} is formed after {}", self.epoch));
@@ -164,6 +180,9 @@ impl Fence {
         let is_new = epoch > self.epoch || self.participants.is_empty();
         if is_new {
             lanes::owners(book.lanes, members.iter().map(|member| member.seat), owners)?;
+            if let Some(handover) = handover {
+                handed(book, members, handover)?;
+            }
             self.epoch = epoch;
             self.owners = owners.to_vec();
             self.id = None;
@@ -175,6 +194,7 @@ impl Fence {
                     generation: member.generation,
                     invited: false,
                     ready: false,
+                    takes_state: handover.is_some_and(|handover| handover.receivers.contains(&member.seat)),
                     met: false,
                     begun: None,
                     vote: None,
@@ -286,4 +306,21 @@ impl Fence {
             .filter_map(|member| Some((member.seat, member.vote.as_ref()?.lanes.as_slice())));
         lanes::computed(&self.lanes, &self.owners, votes)
     }
+}
+
+/// HANDOVER: a member gives the state of a committed step to others.
+fn handed(book: &Book, members: &[Member], handover: &Handover) -> Checked {
+    same::holds(book, handover.step, handover.state, "a handover")?;
+    let is_member = |seat: u16| members.iter().any(|member| member.seat == seat);
+    let Handover { donor, receivers, .. } = handover;
+    let is_sound = is_member(*donor)
+        && !receivers.is_empty()
+        && receivers.iter().all(|&seat| seat != *donor && is_member(seat));
+    if is_sound {
+        return Ok(());
+    }
+    broken(
+        NAME,
+        format!("{donor} gives its state to {receivers:?} among {members:?}"),
+    )
 }

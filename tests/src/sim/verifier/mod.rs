@@ -15,6 +15,7 @@ use eaglet_runtime::ids::{Epoch, RowId, SampleSeq, Unit};
 use eaglet_runtime::verifier::Shard;
 
 use self::courier::courier;
+use super::collective::{self, Attendance, MeetingId};
 use super::dice::mix;
 use super::fault::Fault;
 use super::network::{LinkKind, Load, Parcel, Word};
@@ -51,6 +52,12 @@ pub struct Verifier {
     jobs: BTreeMap<Turn, Job>,
     next: u64,
     phase: Phase,
+    /// How far its stage is that sums over NCCL.
+    meeting: Option<Attendance>,
+    /// An id that came, perhaps before the epoch that it is for.
+    id: Option<(Epoch, MeetingId)>,
+    /// What the slices of the stage hold, of the row that they have summed last.
+    summed: Option<(u64, Vec<Residual>)>,
     sent: BTreeMap<RankId, u64>,
     taken: BTreeMap<RankId, u64>,
     arrived: BTreeMap<RankId, VecDeque<Load>>,
@@ -101,6 +108,9 @@ impl Verifier {
             jobs: BTreeMap::new(),
             next: 0,
             phase: Phase::Idle,
+            meeting: None,
+            id: None,
+            summed: None,
             sent: BTreeMap::new(),
             taken: BTreeMap::new(),
             arrived: BTreeMap::new(),
@@ -110,7 +120,13 @@ impl Verifier {
     /// What it is busy with between two inputs.
     pub(super) fn activity(&self) -> Activity {
         match &self.phase {
-            Phase::Idle => Activity::Idle,
+            Phase::Idle => match self.meeting {
+                Some(Attendance::Awaited | Attendance::Joined(_)) => Activity::Meeting,
+                _ => Activity::Idle,
+            },
+            // The device waits, and who computes on it knows nothing of that.
+            Phase::Summing(Job::Row(_), _) if self.meeting.is_some() => Activity::Extracting,
+            Phase::Summing(Job::HeldOut(_), _) if self.meeting.is_some() => Activity::Generating,
             Phase::Computing(Job::Check, _) => Activity::Loading,
             Phase::Computing(Job::Row(_), _) => Activity::Extracting,
             Phase::Computing(Job::HeldOut(_), _) => Activity::Generating,
@@ -135,9 +151,15 @@ impl Verifier {
                 self.loaded = true;
                 world.say(id, RankEvent::VerifierReady { contract: contract() });
             }
-            Input::Command(CoordinatorCommand::Abandon { epoch }) => self.abandon(world, id, epoch),
+            Input::Command(CoordinatorCommand::Abandon { epoch }) => self.abandon(world, id, epoch)?,
             Input::Command(CoordinatorCommand::FormTeam { epoch, members }) => {
-                self.form(world, id, epoch, &members);
+                self.form(world, id, epoch, &members)?;
+            }
+            Input::Command(CoordinatorCommand::Meet { epoch, id: told }) => {
+                if let Some(meeting) = collective::meeting_of(&told).filter(|_| epoch >= self.epoch) {
+                    self.id = Some((epoch, meeting));
+                    self.meet(world, id);
+                }
             }
             Input::Command(CoordinatorCommand::CheckVerifier { turn }) => self.enqueue(turn, Job::Check),
             Input::Command(CoordinatorCommand::Extract(extraction)) => {
@@ -150,7 +172,7 @@ impl Verifier {
                 return Err(RankFault::passing(format!("a verifier was told {command:?}")));
             }
             Input::Bulk(parcel) => self.keep(parcel),
-            Input::Collective { .. } => {}
+            Input::Collective { meeting, word } => self.take_word(world, id, meeting, word)?,
             Input::Closed {
                 from,
                 generation,
@@ -167,8 +189,7 @@ impl Verifier {
                             reason,
                         },
                     );
-                    self.leave(world, id, epoch);
-                    self.jobs.retain(|turn, _| turn.epoch > epoch);
+                    self.give_up(world, id)?;
                 }
             }
         }
@@ -186,12 +207,76 @@ impl Verifier {
             ));
         }
         residual.bad = residual.bad.or(self.found(world, &job));
-        let others: Vec<RankId> = self.slices().collect();
-        for other in others {
-            self.send(world, id, other, Word::Addend, residual);
+        if let Some(Attendance::Met(meeting)) = self.meeting {
+            let patience_ms = world.plan.settings.step_timeout_ms * 9 / 10;
+            world.bring_slice(id, meeting, self.next, residual, patience_ms);
+        } else {
+            let others: Vec<RankId> = self.slices().collect();
+            for other in others {
+                self.send(world, id, other, Word::Addend, residual);
+            }
         }
         self.phase = Phase::Summing(job, residual);
         self.go_on(world, id)
+    }
+
+    /// NCCL has something to tell; of a meeting that was left it is not heard.
+    fn take_word(
+        &mut self,
+        world: &mut World,
+        id: RankId,
+        meeting: MeetingId,
+        word: collective::Word,
+    ) -> Result<(), RankFault> {
+        let epoch = self.epoch;
+        let Some(state) = self.meeting.filter(|state| state.number() == Some(meeting)) else {
+            return Ok(());
+        };
+        let sums = |turn| turn == self.next && matches!(self.phase, Phase::Summing(..));
+        let is_broken = match word {
+            collective::Word::Met => {
+                if matches!(state, Attendance::Joined(_)) {
+                    self.meeting = Some(Attendance::Met(meeting));
+                    world.say(id, RankEvent::GroupReady { epoch });
+                }
+                false
+            }
+            collective::Word::MeetingLate => matches!(state, Attendance::Joined(_)),
+            collective::Word::SlicesLate { turn } => sums(turn),
+            collective::Word::Torn => true,
+            collective::Word::SlicesSummed { turn, residuals } => {
+                self.summed = Some((turn, residuals));
+                false
+            }
+            // Drafts' business.
+            collective::Word::HandedOver(_)
+            | collective::Word::HandoverLate
+            | collective::Word::Summed { .. }
+            | collective::Word::SumLate { .. } => false,
+        };
+        if is_broken {
+            let reason = String::new();
+            world.say(id, RankEvent::CollectiveBroken { epoch, reason });
+            self.give_up(world, id)?;
+        }
+        Ok(())
+    }
+
+    /// The present epoch comes to nothing.
+    fn give_up(&mut self, world: &mut World, id: RankId) -> Result<(), RankFault> {
+        let epoch = self.epoch;
+        self.leave(world, id, epoch)?;
+        self.jobs.retain(|turn, _| turn.epoch > epoch);
+        Ok(())
+    }
+
+    /// Joins the meeting of the present epoch, once it is known which one that is.
+    fn meet(&mut self, world: &mut World, id: RankId) {
+        let Some((epoch, meeting)) = self.id else { return };
+        if epoch == self.epoch && self.meeting == Some(Attendance::Awaited) {
+            self.meeting = Some(Attendance::Joined(meeting));
+            world.join(id, meeting, usize::from(self.shard.slices));
+        }
     }
 
     /// The bad unit that this shard finds in a row. Which shard finds which unit is decided by the unit; refusals for no
@@ -257,23 +342,16 @@ impl Verifier {
                     return Ok(());
                 }
                 Phase::Summing(job, mut residual) => {
-                    let others: Vec<RankId> = self.slices().collect();
-                    // All of them are there, or none is taken.
-                    if others
-                        .iter()
-                        .any(|other| self.arrived.get(other).is_none_or(VecDeque::is_empty))
-                    {
+                    let Some(all) = self.addends(world)? else {
                         self.phase = Phase::Summing(job, residual);
                         return Ok(());
-                    }
-                    for other in others {
-                        if let Some(theirs) = self.receive(world, other, Word::Addend)? {
-                            if theirs.content != residual.content {
-                                // Another row: what comes of it is none.
-                                residual.content = mix(residual.content ^ theirs.content);
-                            }
-                            residual.bad = residual.bad.or(theirs.bad);
+                    };
+                    for theirs in all {
+                        if theirs.content != residual.content {
+                            // Another row: what comes of it is none.
+                            residual.content = mix(residual.content ^ theirs.content);
                         }
+                        residual.bad = residual.bad.or(theirs.bad);
                     }
                     if !self.shard.is_last() {
                         let next = self.stage(self.shard.stage + 1);
@@ -314,6 +392,26 @@ impl Verifier {
         }
     }
 
+    /// What the slices of the stage hold: of all of them that this one waits for, or nothing is taken.
+    fn addends(&mut self, world: &World) -> Result<Option<Vec<Residual>>, RankFault> {
+        if self.meeting.is_some() {
+            let is_present = |(turn, _): &mut (u64, Vec<Residual>)| *turn == self.next;
+            return Ok(self.summed.take_if(is_present).map(|(_, residuals)| residuals));
+        }
+        let others: Vec<RankId> = self.slices().collect();
+        if others
+            .iter()
+            .any(|other| self.arrived.get(other).is_none_or(VecDeque::is_empty))
+        {
+            return Ok(None);
+        }
+        let mut all = Vec::new();
+        for other in others {
+            all.extend(self.receive(world, other, Word::Addend)?);
+        }
+        Ok(Some(all))
+    }
+
     fn stage(&self, stage: u16) -> RankId {
         self.members[usize::from(stage * self.shard.slices + self.shard.slice)]
     }
@@ -328,7 +426,7 @@ impl Verifier {
             .map(move |other| members[usize::from(stage * slices + other)])
     }
 
-    fn leave(&mut self, world: &mut World, id: RankId, epoch: Epoch) {
+    fn leave(&mut self, world: &mut World, id: RankId, epoch: Epoch) -> Result<(), RankFault> {
         world.close(id, |link| link.kind == LinkKind::Team);
         self.epoch = epoch;
         self.members.clear();
@@ -337,26 +435,39 @@ impl Verifier {
         self.sent.clear();
         self.taken.clear();
         self.arrived.clear();
+        self.summed = None;
+        if let Some(meeting) = self.meeting.take().and_then(Attendance::number) {
+            if world.abort_is_stuck() {
+                return Err(RankFault::passing("its part in a collective does not end"));
+            }
+            world.leave(id, meeting);
+        }
+        Ok(())
     }
 
-    fn abandon(&mut self, world: &mut World, id: RankId, epoch: Epoch) {
+    fn abandon(&mut self, world: &mut World, id: RankId, epoch: Epoch) -> Result<(), RankFault> {
         if epoch > self.epoch {
-            self.leave(world, id, epoch);
+            self.leave(world, id, epoch)?;
             self.jobs.retain(|turn, _| turn.epoch >= epoch);
         }
+        Ok(())
     }
 
-    fn form(&mut self, world: &mut World, id: RankId, epoch: Epoch, members: &[Member]) {
+    fn form(
+        &mut self,
+        world: &mut World,
+        id: RankId,
+        epoch: Epoch,
+        members: &[Member],
+    ) -> Result<(), RankFault> {
         if epoch < self.epoch || self.tried == Some(epoch) {
-            return;
+            return Ok(());
         }
-        self.abandon(world, id, epoch);
+        self.abandon(world, id, epoch)?;
         self.tried = Some(epoch);
-        let processes: Option<Vec<RankId>> = members
-            .iter()
-            .map(|member| world.rank_at(&member.bulk))
-            .collect();
-        let Some(processes) = processes else { return };
+        let processes: Option<Vec<RankId>> =
+            members.iter().map(|member| world.rank_at(&member.bulk)).collect();
+        let Some(processes) = processes else { return Ok(()) };
         for &to in processes.iter().filter(|&&to| to != id) {
             if world.connect(id, to, LinkKind::Team, epoch).is_err() {
                 let peer = &world.ranks[to];
@@ -367,11 +478,23 @@ impl Verifier {
                     reason: "it cannot be reached".to_owned(),
                 };
                 world.say(id, event);
-                return;
+                return Ok(());
             }
         }
         self.members = processes;
-        world.say(id, RankEvent::GroupReady { epoch });
+        if !world.plan.slices_over_nccl || self.shard.slices == 1 {
+            world.say(id, RankEvent::GroupReady { epoch });
+            return Ok(());
+        }
+        self.meeting = Some(Attendance::Awaited);
+        if self.shard.slice == 0 {
+            let meeting = world.make_meeting();
+            self.id = Some((epoch, meeting));
+            let id_of = collective::id_of(meeting);
+            world.say(id, RankEvent::CollectiveId { epoch, id: id_of });
+        }
+        self.meet(world, id);
+        Ok(())
     }
 
     fn enqueue(&mut self, turn: Turn, job: Job) {

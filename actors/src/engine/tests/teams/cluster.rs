@@ -5,7 +5,7 @@ use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Unit};
 use eaglet_runtime::samples::Location;
 
 use super::super::setup::settings;
-use crate::engine::{Command, Engine, Event, SeatChange, Settings};
+use crate::engine::{Command, Engine, Event, Outcome, SeatChange, Settings};
 use crate::journal::{Record, SampleSource};
 
 /// A row that was given out.
@@ -27,6 +27,7 @@ pub(super) struct Cluster {
     pub(super) given: Vec<Given>,
     pub(super) killed: Vec<Seat>,
     pub(super) notices: Vec<String>,
+    pub(super) outcome: Option<Outcome>,
 }
 
 pub(super) fn sharded(replicas: u16) -> Settings {
@@ -51,6 +52,7 @@ impl Cluster {
             given: Vec::new(),
             killed: Vec::new(),
             notices: Vec::new(),
+            outcome: None,
         };
         let commands = cluster.engine.launch();
         cluster.obey(commands);
@@ -105,6 +107,7 @@ impl Cluster {
                 }),
                 Command::Kill { seat, .. } => self.killed.push(seat),
                 Command::Notice(notice) => self.notices.push(notice.text),
+                Command::Finish(outcome) => self.outcome = Some(outcome),
                 _ => {}
             }
         }

@@ -1,6 +1,7 @@
 //! TEAM: replicas of a verifier of two stages and two slices, as their members come and go.
 
 mod cluster;
+mod collective;
 
 use eaglet_runtime::control::{Activity, CoordinatorCommand, RankEvent, Turn};
 use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat, Unit};
@@ -211,7 +212,7 @@ fn a_team_of_which_nobody_works_is_formed_again_and_a_member_that_does_not_join_
     );
     cluster.join(&[ALL[0], ALL[1], ALL[3]], second);
     cluster.killed.clear();
-    patience(&mut cluster, settings().form_timeout_ms + 2_000);
+    patience(&mut cluster, settings().team_timeout_ms + 2_000);
     // Drafts that never load are killed, too.
     cluster.killed.retain(|seat| seat.role == Role::Verifier);
     cluster.killed.dedup();

@@ -22,6 +22,7 @@ use eaglet_runtime::verifier::{Interrupted, Shard};
 use crate::faults::{self, Point};
 use crate::rank::activity::ActivityGauge;
 use crate::rank::inbox::{Inbox, Input, Nothing};
+use crate::rank::nccl::Word;
 use crate::rank::peer_links::{Here, PeerLinks, Unreached};
 use crate::rank::{ROOM_INTERVAL, RankFault};
 
@@ -115,6 +116,14 @@ impl Team {
         let beside = to.stage == own.stage && to.slice != own.slice;
         let next = to.stage == own.stage + 1 || own.is_last() && to.stage < own.stage;
         beside || next && to.slice == own.slice
+    }
+
+    /// Seats of the slices of the own stage, in their order.
+    pub(super) fn slices(&self) -> Vec<u16> {
+        let slices = usize::from(self.own.slices);
+        let first = usize::from(self.own.stage) * slices;
+        let of_stage = self.members.iter().skip(first).take(slices);
+        of_stage.map(|member| member.seat).collect()
     }
 
     fn member(&self, shard: Shard) -> Option<&Member> {
@@ -231,8 +240,13 @@ impl Talk<'_> {
         match self.inbox.arrival(patience) {
             Ok(Input::Bulk(BulkEvent::Message(message))) => self.team.keep(message),
             Ok(Input::Bulk(event)) => self.team.hear_of(&event)?,
-            // Draft ranks' business.
-            Ok(Input::Sum { .. }) => {}
+            Ok(Input::Sum { epoch, word }) => {
+                let is_over = epoch == self.team.epoch && matches!(word, Word::Broken(_));
+                self.inbox.put_aside(Input::Sum { epoch, word });
+                if is_over {
+                    return Err(over("the slices of this stage cannot sum any more"));
+                }
+            }
             Ok(Input::Command(command)) => {
                 let is_over = ends(&command, self.team.epoch);
                 self.inbox.put_aside(Input::Command(command));

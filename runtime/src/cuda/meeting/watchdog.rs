@@ -4,9 +4,10 @@ use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{Shared, SumError};
+use super::Meeting;
 use crate::cuda::nccl::NcclError;
 use crate::cuda::stream::Event;
+use crate::cuda::sums::SumError;
 
 /// Between two looks.
 const INTERVAL: Duration = Duration::from_millis(10);
@@ -116,33 +117,26 @@ impl Watch {
 }
 
 /// Looks until the epoch is over or broken.
-pub(super) fn run(shared: &Shared) {
-    while shared.watch.goes_on() {
-        if let Err(error) = look(shared) {
-            shared.fail(&error);
+pub(super) fn run(meeting: &Meeting) {
+    while meeting.watch.goes_on() {
+        if let Err(error) = look(meeting) {
+            meeting.fail(&SumError::Nccl(error));
             return;
         }
     }
 }
 
-fn look(shared: &Shared) -> Result<(), SumError> {
-    let communicator = shared.line().communicator.clone();
-    if let Some(communicator) = &communicator {
+fn look(meeting: &Meeting) -> Result<(), NcclError> {
+    if let Some(communicator) = meeting.communicator() {
         match communicator.is_settled("the communicator") {
             // The end of the epoch is no fault of it.
             Err(NcclError::Aborted { .. }) => return Ok(()),
             other => other?,
         };
     }
-    shared.watch.pending()?;
-    if let Some((what, since)) = shared.watch.late() {
-        let rank = shared.rank_of(shared.shape.own).unwrap_or_default();
-        return Err(SumError::Nccl(NcclError::Late {
-            what,
-            rank,
-            ranks: shared.shape.members.len(),
-            waited_ms: since.elapsed().as_millis() as u64,
-        }));
+    meeting.watch.pending()?;
+    match meeting.watch.late() {
+        Some((what, since)) => Err(meeting.late(what, since.elapsed())),
+        None => Ok(()),
     }
-    Ok(())
 }
