@@ -55,14 +55,13 @@ pub(in crate::link) struct Acceptor {
 /// Listens at an address.
 pub(in crate::link) fn listen(network: &Network, hub: &Arc<Hub>) -> Result<Acceptor, LinkError> {
     let authorization = network.authorization()?;
-    let listener = std::net::TcpListener::bind(network.address).map_err(|error| {
-        match Errno::from_io_error(&error) {
+    let listener =
+        std::net::TcpListener::bind(network.address).map_err(|error| match Errno::from_io_error(&error) {
             Some(Errno::ADDRINUSE) => LinkError::NameTaken {
                 name: network.address.to_string(),
             },
             _ => system("listen at the address of a link")(error),
-        }
-    })?;
+        })?;
     listener
         .set_nonblocking(true)
         .map_err(system("make a socket non-blocking"))?;
@@ -290,7 +289,8 @@ impl Session {
     }
 
     fn understand(self: &Arc<Self>, request: Request<Incoming>) -> Result<Reply, LinkError> {
-        let wrong = |what: &str| LinkError::frame(format!("{what} {} {}", request.method(), request.uri().path()));
+        let wrong =
+            |what: &str| LinkError::frame(format!("{what} {} {}", request.method(), request.uri().path()));
         let talk = self.talk();
         match (&talk.end, &talk.accepted) {
             (Some(Err(error)), _) => Err(error.clone()),
@@ -355,7 +355,11 @@ impl Session {
         let checked = match field(CHECKED_HEADER) {
             b"0" => false,
             b"1" => true,
-            _ => return Err(LinkError::frame("a hello that does not say whether there are checksums")),
+            _ => {
+                return Err(LinkError::frame(
+                    "a hello that does not say whether there are checksums",
+                ));
+            }
         };
         // Set once: there is one hello.
         let _ = self.peer.set(hello);
@@ -389,11 +393,12 @@ impl Session {
             intake,
         });
         drop(talk);
-        self.progress
-            .send_if_modified(|progress| *progress < Progress::Greeted && {
+        self.progress.send_if_modified(|progress| {
+            *progress < Progress::Greeted && {
                 *progress = Progress::Greeted;
                 true
-            });
+            }
+        });
         Ok(Reply::Welcome(words))
     }
 

@@ -161,14 +161,15 @@ impl Drop for Driver {
 
 impl Conversation {
     async fn open(address: SocketAddr, opening: Request<RequestBody>) -> Result<Self, LinkError> {
-        let socket = TcpStream::connect(address).await.map_err(|error| {
-            match Errno::from_io_error(&error) {
-                Some(Errno::CONNREFUSED) => LinkError::NoListener {
-                    name: address.to_string(),
-                },
-                _ => system("connect to the address of a link")(error),
-            }
-        })?;
+        let socket =
+            TcpStream::connect(address)
+                .await
+                .map_err(|error| match Errno::from_io_error(&error) {
+                    Some(Errno::CONNREFUSED) => LinkError::NoListener {
+                        name: address.to_string(),
+                    },
+                    _ => system("connect to the address of a link")(error),
+                })?;
         socket
             .set_nodelay(true)
             .map_err(system("set an option of a socket"))?;
@@ -364,7 +365,9 @@ impl Writer<'_> {
             && let Some(handing_over) = &mut self.handing_over
             && handing_over.try_recv() == Err(oneshot::error::TryRecvError::Empty)
         {
-            return Err(Some(LinkError::frame("a message was answered before it was sent")));
+            return Err(Some(LinkError::frame(
+                "a message was answered before it was sent",
+            )));
         }
         if let Some(taken) = self.under_way.pop_front() {
             self.outbox.let_go(taken.message_bytes);

@@ -42,10 +42,16 @@ fn ranks(name: &str, stages: u16, slices: u16) -> Vec<Rank> {
                 held_bytes_per_connection: 8192,
                 ..ListenerOptions::default()
             };
-            let listener = BulkListener::bind(&member.bulk_name, endpoint(&member), options, None, move |event| {
-                // The test may be over.
-                let _ = here.send(Input::Bulk(event));
-            });
+            let listener = BulkListener::bind(
+                &member.bulk_name,
+                endpoint(&member),
+                options,
+                None,
+                move |event| {
+                    // The test may be over.
+                    let _ = here.send(Input::Bulk(event));
+                },
+            );
             Rank {
                 member,
                 inputs,
