@@ -286,7 +286,7 @@ fn a_sender_that_breaks_the_protocol_is_put_out() {
         }),
         ("in the middle of a message", |raw| {
             let posted = Posted::new(0);
-            let chunks = [Bytes::copy_from_slice(&posted.body()[..70])].into();
+            let chunks = [Bytes::copy_from_slice(&posted.body()[..20])].into();
             raw.shout(posted.request(RawBody {
                 chunks,
                 announced: None,
