@@ -10,6 +10,7 @@ use super::*;
 use crate::link::checksum::checksum;
 use crate::link::memory::frame::{Frame, FrameKind, FrameReader, Read};
 use crate::link::memory::ring::{RingShape, WriteRing};
+use crate::link::memory::socket;
 use crate::link::message::Encoded;
 
 /// A sender whose frames are written by hand.
