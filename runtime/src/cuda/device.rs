@@ -26,13 +26,13 @@ use super::upload::Uploads;
 use super::weights::UNPACKED_BYTES;
 use crate::contract::HiddenDtype;
 use crate::device::check_capture;
-use crate::row::HiddenStates;
 use crate::device::floats::{Place, PlaceMut};
 use crate::device::{
     AdamWUpdate, Attention, AttentionGradients, AttentionInputs, AttentionPlan, Buffer, Device, Floats,
     FloatsMut, Gate, Matrix, MatrixMut, Products, RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow,
     Turn,
 };
+use crate::row::HiddenStates;
 
 /// What the factors of products are rounded to; sums are f32.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
