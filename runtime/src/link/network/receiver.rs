@@ -1,7 +1,6 @@
 //! The receiving end: accepts connections, checks who they are, and hands what they post to their [`Intake`].
 
 use std::convert::Infallible;
-use std::future::Future;
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, mpsc as std_mpsc};
@@ -429,24 +428,20 @@ impl Session {
 }
 
 /// Turns a reply into the answer of HTTP.
-fn answer(
-    reply: Result<Reply, LinkError>,
-) -> impl Future<Output = Result<Response<Words>, Infallible>> + Send + 'static {
-    async move {
-        let (status, words) = match reply {
-            Ok(Reply::Welcome(words)) => (StatusCode::OK, Words::later(words)),
-            Ok(Reply::Delivered(told)) => match told.await {
-                Ok(()) => (StatusCode::OK, Words::default()),
-                // The answer to the hello says why.
-                Err(_) => (StatusCode::GONE, Words::default()),
-            },
-            Err(error) => (StatusCode::FORBIDDEN, Words::now(error.told())),
-        };
-        let mut answer = Response::new(words);
-        *answer.status_mut() = status;
-        answer
-            .headers_mut()
-            .insert(VERSION_HEADER, HeaderValue::from_static(VERSION));
-        Ok(answer)
-    }
+async fn answer(reply: Result<Reply, LinkError>) -> Result<Response<Words>, Infallible> {
+    let (status, words) = match reply {
+        Ok(Reply::Welcome(words)) => (StatusCode::OK, Words::later(words)),
+        Ok(Reply::Delivered(told)) => match told.await {
+            Ok(()) => (StatusCode::OK, Words::default()),
+            // The answer to the hello says why.
+            Err(_) => (StatusCode::GONE, Words::default()),
+        },
+        Err(error) => (StatusCode::FORBIDDEN, Words::now(error.told())),
+    };
+    let mut answer = Response::new(words);
+    *answer.status_mut() = status;
+    answer
+        .headers_mut()
+        .insert(VERSION_HEADER, HeaderValue::from_static(VERSION));
+    Ok(answer)
 }

@@ -367,11 +367,13 @@ impl Writer<'_> {
         }
         if self.under_way.len() == 1
             && let Some(handing_over) = &mut self.handing_over
-            && handing_over.try_recv() == Err(oneshot::error::TryRecvError::Empty)
         {
-            return Err(Some(LinkError::frame(
-                "a message was answered before it was sent",
-            )));
+            if handing_over.try_recv() == Err(oneshot::error::TryRecvError::Empty) {
+                let early = LinkError::frame("a message was answered before it was sent");
+                return Err(Some(early));
+            }
+            // It has told, and must not be asked again.
+            self.handing_over = None;
         }
         if let Some(taken) = self.under_way.pop_front() {
             self.outbox.let_go(taken.message_bytes);

@@ -155,6 +155,28 @@ proptest! {
     }
 }
 
+/// L-5: small messages, whose answers come as soon as they have gone.
+#[test]
+fn a_thousand_small_messages_arrive_in_order() {
+    bounded(|| {
+        let bound = bind(ListenerOptions::default());
+        let sender = bound.connect(Over::Network, small_ring());
+        bound.opened();
+        for under_way in [1, 2, 5] {
+            for first in (0..1_000).step_by(under_way) {
+                let seeds = first..first + under_way as u64;
+                for seed in seeds.clone() {
+                    sender.send(state(&[64], seed), LIMIT).expect("room comes");
+                }
+                for seed in seeds {
+                    assert_same(&bound.message(), &state(&[64], seed));
+                }
+            }
+        }
+        assert_eq!(sender.drain(LIMIT), Ok(true));
+    });
+}
+
 /// L-2, L-5: a sender that closes while messages are under way and held up; and a budget that is never given back.
 #[test]
 fn a_sender_that_closes_in_the_middle_is_a_loss() {
