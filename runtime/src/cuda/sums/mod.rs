@@ -2,7 +2,7 @@
 //! state of a healthy member for those who need it.
 //!
 //! Three threads: the caller's, which computes and never waits here; one that asks NCCL for the collectives; and the
-//! watchdog of the [meeting](super::meeting). A call of NCCL's or of the driver's may hang when a peer dies, so only the
+//! watchdog of the `meeting`. A call of NCCL's or of the driver's may hang when a peer dies, so only the
 //! second thread makes such calls.
 //!
 //! Buckets are owned by one thread at a time: they are filled by the caller, move to the second thread when they are
