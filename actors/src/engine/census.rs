@@ -211,9 +211,7 @@ impl Census {
         let mut members = self.standings.keys().filter(|standing| standing.is_member);
         let first = members.next()?;
         let same = |other: &Standing| other.is_at_rest() && other.state == first.state;
-        first
-            .state
-            .filter(|_| first.is_at_rest() && members.all(same))
+        first.state.filter(|_| first.is_at_rest() && members.all(same))
     }
 
     /// Whether a draft could join the group at this step boundary.
