@@ -1,4 +1,5 @@
-//! COUNTED: what the engine keeps counted, against a walk over all that is counted. For tests: after each event of every schedule.
+//! COUNTED: what the engine keeps counted, against a walk over all that is counted. For tests: after each event of every
+//! schedule.
 
 use std::collections::BTreeSet;
 

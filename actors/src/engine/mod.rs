@@ -13,10 +13,10 @@
 //!   event costs the same however many there are.
 //! - TEAM: the shards of a verifier are given the same rows in the same order, while all of them are together (`teams`).
 //!
-//! Files: `seats` who sits where, `census` how many how, `losses` what is done about a lost rank, `repair` about a broken link, `membership` who
-//! comes and goes on request, `teams` which ranks are one verifier, `lanes` who computes what, `group` when the draft
-//! replicas form an epoch, `rows` where rows are, `router` which goes where, `steps` begin, stage, commit, `plan` and `growth` what is
-//! trained, [`ledger`] the account, `replay` the state that a journal implies.
+//! Files: `seats` who sits where, `census` how many how, `losses` what is done about a lost rank, `repair` about a broken
+//! link, `membership` who comes and goes on request, `teams` which ranks are one verifier, `lanes` who computes what,
+//! `group` when the draft replicas form an epoch, `rows` where rows are, `router` which goes where, `steps` begin, stage,
+//! commit, `plan` and `growth` what is trained, [`ledger`] the account, `replay` the state that a journal implies.
 
 mod audit;
 mod census;
