@@ -130,7 +130,12 @@ fn a_slice_that_never_comes_is_replaced_before_nccl_is_blamed() {
     let mut cluster = Cluster::new(1);
     let epoch = Epoch::first_of(1);
     cluster.join(&ALL[2..], epoch);
-    let activities = [Activity::Meeting, Activity::Extracting, Activity::Idle, Activity::Idle];
+    let activities = [
+        Activity::Meeting,
+        Activity::Extracting,
+        Activity::Idle,
+        Activity::Idle,
+    ];
     for ((seat, generation), activity) in ALL.into_iter().zip(activities) {
         let beat = Beat {
             activity,
