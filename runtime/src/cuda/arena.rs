@@ -65,7 +65,10 @@ impl Arena {
         let gpu = context.gpu();
         let supported = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED;
         let pool = if gpu.attribute(supported)? == 0 {
-            tracing::info!(gpu = gpu.ordinal(), "no memory pools: every buffer is taken and freed by itself");
+            tracing::info!(
+                gpu = gpu.ordinal(),
+                "no memory pools: every buffer is taken and freed by itself"
+            );
             None
         } else {
             let table = context.bind()?;
@@ -162,7 +165,11 @@ impl Arena {
     /// Free bytes of the device with those that the arena has and does not use, and all bytes.
     pub(super) fn room(&self) -> (usize, usize) {
         let (free, total) = self.stream.context().memory().unwrap_or_default();
-        let unused = self.usage().ok().flatten().map_or(0, |usage| usage.reserved - usage.used);
+        let unused = self
+            .usage()
+            .ok()
+            .flatten()
+            .map_or(0, |usage| usage.reserved - usage.used);
         (free + unused as usize, total)
     }
 

@@ -174,8 +174,11 @@ impl Drop for Way {
         let Some(Ok(_)) = self.sent.get() else { return };
         // ARRIVAL-2: what is freed on the line's stream comes behind what the compute stream was asked for until now. A
         // device that makes no mark has failed, and keeps nothing for anybody.
-        let _ = Event::new(self.compute.context())
-            .and_then(|used| self.compute.record(&used).and_then(|()| self.line.stream.wait_for(&used)));
+        let _ = Event::new(self.compute.context()).and_then(|used| {
+            self.compute
+                .record(&used)
+                .and_then(|()| self.line.stream.wait_for(&used))
+        });
     }
 }
 

@@ -51,8 +51,16 @@ impl SentStates {
         let (aux, h) = self.shape();
         let (n, all) = (self.sources.len(), aux as u32 + 1);
         let first = |&token: &u32| token * all;
-        let of_aux: Vec<u32> = self.sources.iter().flat_map(|token| first(token)..first(token) + all - 1).collect();
-        let last: Vec<u32> = self.sources.iter().map(|token| first(token) + 2 * all - 1).collect();
+        let of_aux: Vec<u32> = self
+            .sources
+            .iter()
+            .flat_map(|token| first(token)..first(token) + all - 1)
+            .collect();
+        let last: Vec<u32> = self
+            .sources
+            .iter()
+            .map(|token| first(token) + 2 * all - 1)
+            .collect();
         device.widen(&self.arrival, &of_aux, MatrixMut::new(hidden, n * aux, h));
         device.widen(&self.arrival, &last, MatrixMut::new(last_hidden, n, h));
     }
@@ -65,11 +73,16 @@ impl DraftBatch {
     /// If tokens, mask, documents and hidden states do not fit each other.
     pub fn from_row(row: &HiddenRow) -> Result<Self, DraftError> {
         let (aux, h) = Self::shape_of(row)?;
-        let total = row.row.documents().map(|document| document.len().saturating_sub(1)).sum::<usize>();
+        let total = row
+            .row
+            .documents()
+            .map(|document| document.len().saturating_sub(1))
+            .sum::<usize>();
         let (mut hidden, mut last_hidden) = (vec![0.0; total * aux * h], vec![0.0; total * h]);
         let batch = Self::shift(&row.row, total, |place, i| {
             for state in 0..aux {
-                row.hidden.read(i, state, &mut hidden[(place * aux + state) * h..][..h]);
+                row.hidden
+                    .read(i, state, &mut hidden[(place * aux + state) * h..][..h]);
             }
             row.hidden.read(i + 1, aux, &mut last_hidden[place * h..][..h]);
         });
@@ -88,7 +101,10 @@ impl DraftBatch {
     /// # Panics
     /// If they are not the states of this row.
     pub fn of_sent(row: &HiddenRow, arrival: Arrival) -> Result<Self, DraftError> {
-        assert!(arrival.is_of(&row.hidden), "states of another row were sent ahead");
+        assert!(
+            arrival.is_of(&row.hidden),
+            "states of another row were sent ahead"
+        );
         Self::shape_of(row)?;
         let mut sources = Vec::new();
         let batch = Self::shift(&row.row, 0, |_, i| sources.push(i as u32));
