@@ -612,10 +612,16 @@ fn a_row_that_was_sent_ahead_has_the_same_gradient() {
 /// and logits of a whole block, which a short row does not fill.
 #[test]
 fn a_row_takes_of_a_gpu_what_its_cost_says() {
+    for precision in [Precision::F32, Precision::Bf16] {
+        hold_against_cost(precision);
+    }
+}
+
+fn hold_against_cost(precision: Precision) {
     let (Some(search), Some(cache)) = (stack::search(), stack::cache()) else {
         return;
     };
-    let gpu = Cuda::new(&search, 0, cache, Precision::F32).unwrap_or_else(|error| panic!("{error}"));
+    let gpu = Cuda::new(&search, 0, cache, precision).unwrap_or_else(|error| panic!("{error}"));
     let gpu = Arc::new(gpu);
     let case = project_case("default");
     let mut draft = case.draft(Arc::clone(&gpu));
@@ -665,4 +671,12 @@ fn a_row_takes_of_a_gpu_what_its_cost_says() {
         "{logits} of {}",
         cost.logit_bytes
     );
+    if precision == Precision::Bf16 {
+        let rounded = held(&|name| name == "operands of operations");
+        assert!(
+            0 < rounded && rounded <= cost.rounded_bytes,
+            "{rounded} of {}",
+            cost.rounded_bytes
+        );
+    }
 }
