@@ -68,7 +68,7 @@ fn the_fabric_is_measured_beside_its_limits() {
                 "{rate}: {same}"
             );
         }
-        for rate in ["tcp", "http2", "http1"] {
+        for rate in ["tcp", "link", "unchecked"] {
             assert!(
                 positive(&between[format!("{rate}_gb_s")]["median"]),
                 "{rate}: {between}"

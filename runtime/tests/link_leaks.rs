@@ -1,5 +1,6 @@
 //! L-4: links leave no descriptors, mappings or threads behind. The only test of its process, because it counts them.
 
+use std::net::Ipv4Addr;
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -7,7 +8,7 @@ use bytes::Bytes;
 use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, Seat, Step};
 use eaglet_runtime::link::{
-    BulkEvent, BulkKind, BulkListener, BulkOutgoing, BulkSender, Endpoint, Hello, ListenerOptions,
+    BulkEvent, BulkKind, BulkListener, BulkOutgoing, BulkSender, Endpoint, Hello, ListenerOptions, Network,
     SenderOptions, StateKind,
 };
 
@@ -52,7 +53,7 @@ fn message(bytes: usize) -> BulkOutgoing {
     }
 }
 
-fn cycle(round: usize) {
+fn cycle(round: usize, over_network: bool) {
     let name = format!("eaglet-leaks-{}-{round}", std::process::id());
     let (sender, events) = mpsc::channel();
     let inbox = move |event| {
@@ -62,7 +63,9 @@ fn cycle(round: usize) {
         held_bytes_per_connection: 1 << 20,
         ..ListenerOptions::default()
     };
-    let listener = BulkListener::bind(&name, HERE, options, None, inbox).expect("the name is free");
+    let listener = BulkListener::bind(&name, HERE, options, over_network.then(|| network(0)), inbox)
+        .expect("the name is free");
+    let port = listener.network_address().map(|address| address.port());
     let connect = |index, to| {
         let from = Endpoint {
             seat: Seat::verifier(index),
@@ -73,16 +76,15 @@ fn cycle(round: usize) {
             slot_bytes: 1 << 16,
             ..SenderOptions::default()
         };
-        BulkSender::connect(
-            &name,
-            Hello {
-                from,
-                epoch: Epoch(0),
-                to,
-            },
-            options,
-            |_| {},
-        )
+        let hello = Hello {
+            from,
+            epoch: Epoch(0),
+            to,
+        };
+        match port {
+            Some(port) => BulkSender::connect_remote(&network(port), hello, options, |_| {}),
+            None => BulkSender::connect(&name, hello, options, |_| {}),
+        }
     };
     // One in good order, one in the middle of a message that waits for slots, one idle, one refused.
     let orderly = connect(0, HERE).expect("accepted");
@@ -103,7 +105,10 @@ fn cycle(round: usize) {
             messages.push(message);
         }
     }
-    assert!(mapped_rings() >= 3, "the count of rings sees them");
+    assert!(
+        over_network || mapped_rings() >= 3,
+        "the count of rings sees them"
+    );
     orderly.close();
     if round.is_multiple_of(2) {
         drop(stuck);
@@ -115,14 +120,23 @@ fn cycle(round: usize) {
     }
 }
 
+fn network(port: u16) -> Network {
+    Network {
+        address: (Ipv4Addr::LOCALHOST, port).into(),
+        token: "the-secret-of-this-test".to_owned(),
+    }
+}
+
 #[test]
 fn nothing_is_left_of_links() {
-    // Whatever the runtime opens once is open after the first round.
-    cycle(0);
-    let before = census();
-    for round in 1..=20 {
-        cycle(round);
+    for over_network in [false, true] {
+        // Whatever the runtime opens once is open after the first round.
+        cycle(0, over_network);
+        let before = census();
+        for round in 1..=20 {
+            cycle(round, over_network);
+        }
+        assert_eq!(census(), before, "descriptors, mapped rings, threads");
+        assert_eq!(mapped_rings(), 0);
     }
-    assert_eq!(census(), before, "descriptors, mapped rings, threads");
-    assert_eq!(mapped_rings(), 0);
 }

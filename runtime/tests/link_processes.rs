@@ -3,6 +3,7 @@
 //! The other process is this test binary again, started with the role in its environment.
 
 use std::io::{BufRead, BufReader, Write};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
@@ -12,7 +13,7 @@ use eaglet_runtime::digest::Digest;
 use eaglet_runtime::ids::{Epoch, Generation, Seat, Step};
 use eaglet_runtime::link::{
     BulkEvent, BulkKind, BulkListener, BulkMessage, BulkOutgoing, BulkSender, Endpoint, Hello, LinkError,
-    ListenerOptions, SendError, SenderOptions, StateKind,
+    ListenerOptions, Network, SendError, SenderOptions, StateKind,
 };
 use rustix::process::{Pid, Signal};
 
@@ -20,9 +21,11 @@ use rustix::process::{Pid, Signal};
 const LIMIT: Duration = Duration::from_secs(60);
 
 const ROLE: &str = "EAGLET_LINK_TEST_ROLE";
-const NAME: &str = "EAGLET_LINK_TEST_NAME";
+/// Name of the listener, or its address if the link goes over the network.
+const PLACE: &str = "EAGLET_LINK_TEST_PLACE";
 const GENERATION: &str = "EAGLET_LINK_TEST_GENERATION";
 const READY: &str = "eaglet-link-test-ready";
+const TOKEN: &str = "the-secret-of-these-tests";
 
 const RECEIVER: Endpoint = Endpoint {
     seat: Seat::draft(0),
@@ -87,12 +90,56 @@ fn bounded(body: impl FnOnce() + Send + 'static) {
     }
 }
 
+/// Where a listener is found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Place {
+    Memory(String),
+    Network(SocketAddr),
+}
+
+impl Place {
+    fn text(&self) -> String {
+        match self {
+            Self::Memory(name) => name.clone(),
+            Self::Network(address) => address.to_string(),
+        }
+    }
+
+    fn parse(text: &str) -> Self {
+        text.parse()
+            .map_or_else(|_| Self::Memory(text.to_owned()), Self::Network)
+    }
+
+    fn dial(
+        &self,
+        hello: Hello,
+        options: SenderOptions,
+        on_end: impl FnOnce(&LinkError) + Send + 'static,
+    ) -> Result<BulkSender, LinkError> {
+        match self {
+            Self::Memory(name) => BulkSender::connect(name, hello, options, on_end),
+            Self::Network(address) => BulkSender::connect_remote(&network(*address), hello, options, on_end),
+        }
+    }
+}
+
+fn network(address: SocketAddr) -> Network {
+    Network {
+        address,
+        token: TOKEN.to_owned(),
+    }
+}
+
 /// Another process; it is killed when the test ends, however it ends.
-struct Other(Child);
+struct Other {
+    child: Child,
+    /// Where it listens over the network, if it listens.
+    address: Option<SocketAddr>,
+}
 
 impl Other {
     /// Starts it and waits until it says that it is ready.
-    fn start(role: &str, name: &str, generation: u32) -> Self {
+    fn start(role: &str, place: &Place, generation: u32) -> Self {
         let binary = std::env::current_exe().expect("this test is a file");
         let mut child = Command::new(binary)
             .args([
@@ -103,38 +150,40 @@ impl Other {
                 "--test-threads=1",
             ])
             .env(ROLE, role)
-            .env(NAME, name)
+            .env(PLACE, place.text())
             .env(GENERATION, generation.to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .expect("the binary can be started again");
         let output = child.stdout.take().expect("it is piped");
-        let other = Self(child);
+        let mut other = Self { child, address: None };
         let ready = BufReader::new(output)
             .lines()
             .map_while(Result::ok)
-            .any(|line| line.contains(READY));
-        assert!(ready, "the other process ended early");
+            .find_map(|line| line.split_once(READY).map(|(_, address)| address.to_owned()))
+            .expect("the other process ended early");
+        other.address = ready.trim().parse().ok();
         other
     }
 
     fn pid(&self) -> Pid {
-        Pid::from_child(&self.0)
+        Pid::from_child(&self.child)
     }
 }
 
 impl Drop for Other {
     fn drop(&mut self) {
         // It may have been killed by the test.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
-fn say_ready() {
+fn say_ready(address: Option<SocketAddr>) {
     let mut output = std::io::stdout().lock();
-    writeln!(output, "\n{READY}")
+    let address = address.map(|address| address.to_string()).unwrap_or_default();
+    writeln!(output, "\n{READY} {address}")
         .and_then(|()| output.flush())
         .expect("the parent reads");
 }
@@ -146,7 +195,14 @@ fn bind(name: &str, options: ListenerOptions) -> (BulkListener, Receiver<BulkEve
         let _ = sender.send(event);
     };
     (
-        BulkListener::bind(name, RECEIVER, options, None, inbox).expect("the name is free"),
+        BulkListener::bind(
+            name,
+            RECEIVER,
+            options,
+            Some(network((Ipv4Addr::LOCALHOST, 0).into())),
+            inbox,
+        )
+        .expect("the name and some port are free"),
         events,
     )
 }
@@ -156,7 +212,7 @@ fn bind(name: &str, options: ListenerOptions) -> (BulkListener, Receiver<BulkEve
 #[ignore = "started by the other tests"]
 fn the_other_process() {
     let role = std::env::var(ROLE).expect("only the other tests start this");
-    let name = std::env::var(NAME).expect("set with the role");
+    let place = Place::parse(&std::env::var(PLACE).expect("set with the role"));
     let generation = std::env::var(GENERATION)
         .expect("set with the role")
         .parse()
@@ -172,9 +228,10 @@ fn the_other_process() {
                 queue_messages: 4,
                 ..SenderOptions::default()
             };
-            let sender = BulkSender::connect(&name, sender_hello(generation), options, |_| {})
+            let sender = place
+                .dial(sender_hello(generation), options, |_| {})
                 .expect("the parent listens");
-            say_ready();
+            say_ready(None);
             let bytes: Vec<_> = (0..4)
                 .map(|seed| Bytes::from(pattern((5 << 20) + 12, seed)))
                 .collect();
@@ -186,8 +243,8 @@ fn the_other_process() {
             }
         }
         "receive" => {
-            let (_listener, events) = bind(&name, ListenerOptions::default());
-            say_ready();
+            let (listener, events) = bind(&place.text(), ListenerOptions::default());
+            say_ready(listener.network_address());
             for event in events {
                 match event {
                     BulkEvent::Message(message) => {
@@ -212,8 +269,11 @@ fn a_killed_sender_is_noticed_and_replaced() {
     bounded(|| {
         let name = name("killed-sender");
         let (listener, events) = bind(&name, ListenerOptions::default());
-        for generation in 0..3 {
-            let mut other = Other::start("send", &name, generation);
+        let address = listener.network_address().expect("it has one");
+        let places = [Place::Memory(name), Place::Network(address)];
+        // By turns within the host and over the network.
+        for (generation, place) in (0..4).zip(places.iter().cycle()) {
+            let mut other = Other::start("send", place, generation);
             let next = || events.recv_timeout(LIMIT).expect("an event comes");
             let opened = next();
             assert!(
@@ -233,7 +293,7 @@ fn a_killed_sender_is_noticed_and_replaced() {
             for _ in 0..10 {
                 assert!(take(next()).is_none(), "the sender ended by itself");
             }
-            other.0.kill().expect("it runs");
+            other.child.kill().expect("it runs");
             let killed = Instant::now();
             let (peer, error) = loop {
                 if let Some(end) = take(next()) {
@@ -248,52 +308,61 @@ fn a_killed_sender_is_noticed_and_replaced() {
                 "the end was noticed after {elapsed:?}"
             );
         }
-        assert_eq!(listener.stats().failed_connections, 3);
+        assert_eq!(listener.stats().failed_connections, 4);
     });
 }
 
 /// L-2: a receiver killed in the middle of a message.
 #[test]
 fn a_killed_receiver_is_noticed() {
-    bounded(|| {
-        let name = name("killed-receiver");
-        let mut other = Other::start("receive", &name, 0);
-        let (told, ends) = mpsc::channel();
-        let on_end = move |error: &LinkError| {
-            let _ = told.send(error.clone());
-        };
-        let options = SenderOptions {
-            queue_messages: 2,
-            ..SenderOptions::default()
-        };
-        let sender = BulkSender::connect(&name, sender_hello(0), options, on_end).expect("it listens");
-        let bytes = Bytes::from(pattern(30 << 20, 1));
-        for sequence in 0..4 {
-            sender
-                .send(message(bytes.clone(), sequence), LIMIT)
-                .expect("room comes");
+    for over_network in [false, true] {
+        bounded(move || killed_receiver(over_network));
+    }
+}
+
+fn killed_receiver(over_network: bool) {
+    let name = name(&format!("killed-receiver-{over_network}"));
+    let memory = Place::Memory(name);
+    let mut other = Other::start("receive", &memory, 0);
+    let place = match other.address.filter(|_| over_network) {
+        Some(address) => Place::Network(address),
+        None => memory,
+    };
+    let (told, ends) = mpsc::channel();
+    let on_end = move |error: &LinkError| {
+        let _ = told.send(error.clone());
+    };
+    let options = SenderOptions {
+        queue_messages: 2,
+        ..SenderOptions::default()
+    };
+    let sender = place.dial(sender_hello(0), options, on_end).expect("it listens");
+    let bytes = Bytes::from(pattern(30 << 20, 1));
+    for sequence in 0..4 {
+        sender
+            .send(message(bytes.clone(), sequence), LIMIT)
+            .expect("room comes");
+    }
+    other.child.kill().expect("it runs");
+    let error = loop {
+        match sender.send(message(bytes.clone(), 9), LIMIT) {
+            Ok(()) => {}
+            Err(SendError::Ended(error)) => break error,
+            Err(error) => panic!("{error}"),
         }
-        other.0.kill().expect("it runs");
-        let error = loop {
-            match sender.send(message(bytes.clone(), 9), LIMIT) {
-                Ok(()) => {}
-                Err(SendError::Ended(error)) => break error,
-                Err(error) => panic!("{error}"),
-            }
-        };
-        assert!(matches!(error, LinkError::PeerLost { .. }), "{error}");
-        assert_eq!(ends.recv_timeout(LIMIT), Ok(error.clone()));
-        assert_eq!(sender.ended(), Some(error));
-        assert_eq!(sender.queued_bytes(), 0);
-        // Its descriptors are closed one after the other; only a process that was reaped has none.
-        other.0.wait().expect("it is a child");
-        let again = BulkSender::connect(&name, sender_hello(0), options, |_| {}).err();
-        assert_eq!(
-            again,
-            Some(LinkError::NoListener { name }),
-            "a dead process listens to nothing"
-        );
-    });
+    };
+    assert!(matches!(error, LinkError::PeerLost { .. }), "{error}");
+    assert_eq!(ends.recv_timeout(LIMIT), Ok(error.clone()));
+    assert_eq!(sender.ended(), Some(error));
+    assert_eq!(sender.queued_bytes(), 0);
+    // Its descriptors are closed one after the other; only a process that was reaped has none.
+    other.child.wait().expect("it is a child");
+    let again = place.dial(sender_hello(0), options, |_| {}).err();
+    assert_eq!(
+        again,
+        Some(LinkError::NoListener { name: place.text() }),
+        "a dead process listens to nothing"
+    );
 }
 
 /// L-1, L-2: a receiver that is stopped, as by a debugger or a frozen container.
@@ -301,7 +370,7 @@ fn a_killed_receiver_is_noticed() {
 fn a_stopped_receiver_bounds_the_sender_and_loses_nothing_when_it_goes_on() {
     bounded(|| {
         let name = name("stopped-receiver");
-        let other = Other::start("receive", &name, 0);
+        let other = Other::start("receive", &Place::Memory(name.clone()), 0);
         let options = SenderOptions {
             queue_messages: 3,
             ..SenderOptions::default()
@@ -351,6 +420,44 @@ fn a_stopped_receiver_bounds_the_sender_and_loses_nothing_when_it_goes_on() {
             "close took {:?}",
             start.elapsed()
         );
+    });
+}
+
+/// L-1, L-2: over the network a short stop is survived, and one that is too long is a loss.
+#[test]
+fn a_stopped_receiver_over_the_network_is_lost_in_time() {
+    bounded(|| {
+        let other = Other::start("receive", &Place::Memory(name("stopped-network")), 0);
+        let place = Place::Network(other.address.expect("it listens"));
+        let options = SenderOptions {
+            queue_messages: 3,
+            ..SenderOptions::default()
+        };
+        let sender = place.dial(sender_hello(0), options, |_| {}).expect("it listens");
+        let bytes = Bytes::from(pattern(30 << 20, 1));
+        let fill = || {
+            let mut taken = 0;
+            while sender
+                .send(message(bytes.clone(), taken), Duration::from_millis(200))
+                .is_ok()
+            {
+                taken += 1;
+                assert!(taken <= 6, "the queue has no bound");
+            }
+        };
+        rustix::process::kill_process(other.pid(), Signal::STOP).expect("it runs");
+        fill();
+        rustix::process::kill_process(other.pid(), Signal::CONT).expect("it is there");
+        assert_eq!(sender.drain(LIMIT), Ok(true), "what was queued is delivered");
+
+        rustix::process::kill_process(other.pid(), Signal::STOP).expect("it runs");
+        let start = Instant::now();
+        fill();
+        let error = sender.drain(LIMIT).expect_err("it is lost");
+        assert!(matches!(error, LinkError::Silent { .. }), "{error}");
+        let elapsed = start.elapsed();
+        assert!(elapsed < Duration::from_secs(20), "noticed after {elapsed:?}");
+        assert_eq!(sender.queued_bytes(), 0);
     });
 }
 

@@ -148,8 +148,10 @@ impl Engine {
 
     /// A member holds the state that went round.
     pub(super) fn state_taken(&mut self, seat: Seat, epoch: Epoch, step: Step, digest: Digest) {
-        // FENCE: states of an older epoch, and those that nobody was to take, are none.
-        if !self.takes_state(seat, epoch) || self.seats.get(seat).status != Status::Ready {
+        // FENCE: states of an older epoch, those that nobody was to take, and what is said twice, after steps perhaps, are none.
+        let occupant = self.seats.get(seat);
+        let is_news = occupant.status == Status::Ready && occupant.joined != Some(epoch);
+        if !self.takes_state(seat, epoch) || !is_news {
             return;
         }
         let given = self

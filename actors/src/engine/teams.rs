@@ -11,7 +11,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{Deref, DerefMut};
 
-use eaglet_runtime::control::{CollectiveId, CoordinatorCommand, Member, Turn};
+use eaglet_runtime::control::{Activity, CollectiveId, CoordinatorCommand, Member, Turn};
 use eaglet_runtime::ids::{Epoch, Generation, Role, RowId, Seat};
 
 use super::repair::Rift;
@@ -441,15 +441,24 @@ impl Engine {
         let mut broken = Vec::new();
         for (&replica, team) in &mut self.teams.by_replica {
             if let Some(rift) = team.rift.take_if(|rift| rift.is_due(now_ms)) {
-                let faults = &mut team.collective_faults;
-                let report = rift.count(faults, "row", "verifier", "verifier.collective");
-                broken.push((replica, rift, report));
+                broken.push((replica, rift));
             }
         }
-        for (replica, rift, report) in broken {
-            if let Some(report) = report {
-                self.fail(report);
-                return;
+        for (replica, rift) in broken {
+            let absent = self.absent_from_meeting(replica);
+            if absent.is_empty() {
+                let Some(team) = self.teams.by_replica.get_mut(&replica) else {
+                    continue;
+                };
+                let faults = &mut team.collective_faults;
+                if let Some(report) = rift.count(faults, "row", "verifier", "verifier.collective") {
+                    self.fail(report);
+                    return;
+                }
+            }
+            for seat in absent {
+                // NCCL is not to blame for who never came.
+                self.kill(seat, "it did not meet the other slices of its verifier over NCCL");
             }
             self.warn(format!(
                 "{}; {} is linked up again",
@@ -484,6 +493,21 @@ impl Engine {
             ));
             self.disband(replica);
         }
+    }
+
+    /// Members of a team that is being formed whom others wait for, and who do not come.
+    fn absent_from_meeting(&self, replica: u16) -> Vec<Seat> {
+        let Some(team) = self.teams.by_replica.get(&replica) else {
+            return Vec::new();
+        };
+        if !matches!(team.stage, Stage::Forming { .. }) {
+            return Vec::new();
+        }
+        let activity = |seat: Seat| self.seats.get(seat).beat.map(|beat| beat.activity);
+        let missing = self.seats_of_replica(replica).filter(|&seat| {
+            self.seats.get(seat).joined != Some(team.epoch) && activity(seat) != Some(Activity::Meeting)
+        });
+        missing.collect()
     }
 
     /// Members that keep the others waiting for their team to form.

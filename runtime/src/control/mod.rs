@@ -16,7 +16,7 @@ pub mod transport;
 pub use codec::BincodeCodec;
 pub use host::{HostCommand, HostEvent, HostWelcome, Join};
 pub use message::{
-    Acceptance, Activity, Attach, Beat, BulkAddress, CollectiveId, CoordinatorCommand, DraftOrigin, Extraction,
-    Handover, HeldOutRequest, LaneMetrics, Member, PROTOCOL, RankEvent, StepMetrics, Turn,
+    Acceptance, Activity, Attach, Beat, BulkAddress, CollectiveId, CoordinatorCommand, DraftOrigin,
+    Extraction, Handover, HeldOutRequest, LaneMetrics, Member, PROTOCOL, RankEvent, StepMetrics, Turn,
 };
 pub use operator::{OperatorCall, OperatorReply, OperatorRequest, RankLine};

@@ -415,8 +415,8 @@ pub async fn serve(
         receive,
         operate,
     })
-        .max_decoding_message_size(BODY_LIMIT_BYTES)
-        .max_encoding_message_size(BODY_LIMIT_BYTES);
+    .max_decoding_message_size(BODY_LIMIT_BYTES)
+    .max_encoding_message_size(BODY_LIMIT_BYTES);
     Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
         .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
@@ -441,7 +441,10 @@ mod tests {
 
     impl Receive for Nobody {
         fn receive(&self, joined: Joined) -> Result<(), Refusal> {
-            Err(Refusal::lasting(format!("no host {} is expected", joined.join.name)))
+            Err(Refusal::lasting(format!(
+                "no host {} is expected",
+                joined.join.name
+            )))
         }
     }
 
@@ -465,7 +468,10 @@ mod tests {
             address: address.ip(),
         };
         assert!(!format!("{words:?}").contains("secret"));
-        let refused = join(&address.to_string(), words).await.err().expect("nobody wants it");
+        let refused = join(&address.to_string(), words)
+            .await
+            .err()
+            .expect("nobody wants it");
         let expected = Refusal::lasting("no host b is expected");
         assert!(
             matches!(&refused, TransportError::Refused { refusal, .. } if *refusal == expected),

@@ -1,8 +1,9 @@
 //! The bulk plane: tensors between processes, of one host through shared memory and of several through HTTP/2.
 //!
-//! A link goes one way, from a [`BulkSender`] to the [`BulkListener`] it connected to. A listener takes links of both kinds
-//! at a time and tells of them in the same way; generations fence over both. Within a host ([`memory`]) large tensors lie in memory that
-//! both ends map; between hosts ([`network`]) each message is a POST, and what arrives is copied once, into pooled buffers.
+//! A link goes one way, from a [`BulkSender`] to the [`BulkListener`] it connected to. A listener takes links of both
+//! kinds at a time and tells of them in the same way; generations fence over both. Within a host (`memory`) large tensors
+//! lie in memory that both ends map; between hosts (`network`) each message is a POST, and what arrives is copied once,
+//! into pooled buffers.
 //!
 //! Invariants, cited by the tests:
 //!
@@ -12,13 +13,13 @@
 //! - **L-2 no hang**: the death of either process, and `close` on either side, end every wait of the other threads; between
 //!   hosts also the silence of a peer that is stopped or cannot be reached.
 //! - **L-3 distrust**: nothing that a peer says is used as a length, an index or a state before it was checked; a bad
-//!   frame ends its connection with an error that says what was wrong, and the peer is told. Between hosts a peer that does not know
-//!   the token of the launch is heard no further.
+//!   frame ends its connection with an error that says what was wrong, and the peer is told. Between hosts a peer that
+//!   does not know the token of the launch is heard no further.
 //! - **L-4 no traces**: sockets have no name in the file system, and a ring dies with its last holder.
 //! - **L-5 whole or nothing**: a message is delivered once, whole, in the order of its sender, or not at all. An end
 //!   without a goodbye is a loss.
 //!
-//! Within a host every thread is a plain OS thread: one writer a sender, one acceptor a listener and one reader a connection.
+//! Within a host every thread is a plain OS thread: one writer a sender, one acceptor a listener, one reader a connection.
 //! Between hosts all links of a process share two threads of a runtime, which do nothing but move bytes.
 
 mod assembly;

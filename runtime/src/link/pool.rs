@@ -7,8 +7,8 @@ use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use bytes::Bytes;
 use super::bell::Wake;
+use bytes::Bytes;
 
 /// Keeps a bounded amount of memory for buffers to come.
 ///

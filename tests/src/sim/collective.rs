@@ -127,7 +127,7 @@ impl World {
 
     /// A rank begins to meet the others.
     pub(super) fn join(&mut self, id: RankId, meeting: MeetingId, ranks: usize) {
-        let patience_ms = self.plan.settings.form_timeout_ms / 2;
+        let patience_ms = self.plan.settings.form_timeout_ms * 2 / 3;
         self.say_word(id, meeting, Word::MeetingLate, patience_ms);
         let Some(group) = self.meetings.get_mut(meeting as usize) else {
             return;

@@ -15,7 +15,7 @@ use eaglet_runtime::link::SenderOptions;
 use serde::Serialize;
 
 use super::Plan;
-use super::same_host::Link;
+use super::link::{Link, Way};
 use crate::bench::facts::quantile;
 
 /// Size of the tensors beside which round trips are measured.
@@ -156,7 +156,7 @@ struct Bulk {
 
 impl Bulk {
     fn start() -> Result<Self> {
-        let link = Link::open(SenderOptions::default())?;
+        let link = Link::open(Way::Memory, SenderOptions::default())?;
         let (stop, moved) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let tensor = Bytes::from(vec![7; BULK_BYTES]);
         let (until, counter) = (Arc::clone(&stop), Arc::clone(&moved));

@@ -1,11 +1,12 @@
 //! `eaglet bench fabric`: what moving data costs, next to what the machine can do in the same run.
 //!
-//! Files: `same_host` tensors through the memory of a link, `between_hosts` tensors through TCP, `control` round trips on
-//! the control plane, `commit` votes and journal.
+//! Files: `same_host` tensors through the memory of a link, `between_hosts` tensors over the network, `link` the ends of
+//! both, `control` round trips on the control plane, `commit` votes and journal.
 
 mod between_hosts;
 mod commit;
 mod control;
+mod link;
 mod same_host;
 
 use std::io::Write;
@@ -182,13 +183,13 @@ impl Report {
         for BetweenHosts {
             bytes,
             tcp_gb_s,
-            http2_gb_s,
-            http1_gb_s,
+            link_gb_s,
+            unchecked_gb_s,
         } in &self.between_hosts
         {
             line(out, *bytes, "limit: TCP, one stream", tcp_gb_s)?;
-            line(out, *bytes, "one HTTP/2 POST per tensor", http2_gb_s)?;
-            line(out, *bytes, "one HTTP/1.1 POST per tensor", http1_gb_s)?;
+            line(out, *bytes, "link, one HTTP/2 POST per tensor, crc32c", link_gb_s)?;
+            line(out, *bytes, "link, one HTTP/2 POST per tensor", unchecked_gb_s)?;
         }
         writeln!(out, "\ncontrol round trip, ms")?;
         let Control { quiet, beside_bulk } = &self.control;

@@ -141,11 +141,7 @@ fn serve(hub: &Hub, place: Place, socket: Arc<OwnedFd>) {
 }
 
 /// Takes the hello and accepts or refuses it.
-fn open(
-    hub: &Hub,
-    place: &Place,
-    socket: &Arc<OwnedFd>,
-) -> Result<Connection, (Option<Hello>, LinkError)> {
+fn open(hub: &Hub, place: &Place, socket: &Arc<OwnedFd>) -> Result<Connection, (Option<Hello>, LinkError)> {
     let early = |error| (None, error);
     let options = &hub.options;
     socket::check_user(&**socket).map_err(early)?;

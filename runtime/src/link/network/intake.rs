@@ -116,9 +116,11 @@ impl Intake {
             let chunk = body.chunk(header_bytes - header.len()).await?;
             header.extend_from_slice(&chunk);
         }
-        self.check(&mut body, extend_checksum(0, &header), &mut place).await?;
+        self.check(&mut body, extend_checksum(0, &header), &mut place)
+            .await?;
         let header = decode_header(&header, message_bytes, self.from.seat, self.from.generation)?;
-        self.wait_for_room(weight_bytes(header_bytes, message_bytes)).await;
+        self.wait_for_room(weight_bytes(header_bytes, message_bytes))
+            .await;
         let mut message = Assembly::new(header, header_bytes, &self.budget, &self.hub.pool);
         let mut sum = 0;
         while !message.is_whole() {

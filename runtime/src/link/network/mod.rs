@@ -112,7 +112,8 @@ impl Network {
     /// The header that carries the token.
     fn authorization(&self) -> Result<HeaderValue, LinkError> {
         let length = self.token.len();
-        if length == 0 || length > MAX_TOKEN_BYTES || !self.token.bytes().all(|byte| byte.is_ascii_graphic()) {
+        if length == 0 || length > MAX_TOKEN_BYTES || !self.token.bytes().all(|byte| byte.is_ascii_graphic())
+        {
             return Err(LinkError::BadToken);
         }
         let mut value =
@@ -130,7 +131,10 @@ fn meaning(error: &hyper::Error, place: &'static str) -> LinkError {
             timeout_ms: PING_TIMEOUT.as_millis() as u64,
         };
     }
-    match error.source().and_then(|source| source.downcast_ref::<h2::Error>()) {
+    match error
+        .source()
+        .and_then(|source| source.downcast_ref::<h2::Error>())
+    {
         Some(error) if !error.is_io() && !error.is_remote() => LinkError::frame(format!("http/2: {error}")),
         _ => LinkError::PeerLost { place },
     }

@@ -55,14 +55,13 @@ pub(in crate::link) struct Acceptor {
 /// Listens at an address.
 pub(in crate::link) fn listen(network: &Network, hub: &Arc<Hub>) -> Result<Acceptor, LinkError> {
     let authorization = network.authorization()?;
-    let listener = std::net::TcpListener::bind(network.address).map_err(|error| {
-        match Errno::from_io_error(&error) {
+    let listener =
+        std::net::TcpListener::bind(network.address).map_err(|error| match Errno::from_io_error(&error) {
             Some(Errno::ADDRINUSE) => LinkError::NameTaken {
                 name: network.address.to_string(),
             },
             _ => system("listen at the address of a link")(error),
-        }
-    })?;
+        })?;
     listener
         .set_nonblocking(true)
         .map_err(system("make a socket non-blocking"))?;
@@ -147,10 +146,14 @@ impl Gate {
         let session = Arc::new(Session {
             hub: Arc::clone(&self.hub),
             authorization: self.authorization.clone(),
-            talk: Mutex::default(),
+            accepted: Mutex::default(),
             peer: OnceLock::new(),
-            progress: watch::Sender::new(Progress::Silent),
+            course: Arc::new(Course {
+                end: Mutex::default(),
+                progress: watch::Sender::new(Progress::Silent),
+            }),
         });
+        let course = &session.course;
         {
             let service = service_fn(|request| answer(session.take(request)));
             let mut connection = pin!(
@@ -169,14 +172,14 @@ impl Gate {
             let timeout_ms = self.hub.options.handshake_timeout_ms;
             let decided = tokio::select! {
                 biased;
-                () = session.reaches(Progress::Greeted) => None,
+                () = course.reaches(Progress::Greeted) => None,
                 end = &mut connection => Some(end),
                 () = sleep(Duration::from_millis(timeout_ms)) => {
-                    session.finish(Err(LinkError::Silent { timeout_ms }));
+                    course.finish(Err(LinkError::Silent { timeout_ms }));
                     None
                 }
                 _ = self.closing.wait_for(|closing| *closing) => {
-                    session.finish(Err(LinkError::Closed));
+                    course.finish(Err(LinkError::Closed));
                     None
                 }
             };
@@ -184,7 +187,7 @@ impl Gate {
             let decided = match decided {
                 None => tokio::select! {
                     biased;
-                    () = session.reaches(Progress::Ended) => None,
+                    () = course.reaches(Progress::Ended) => None,
                     end = &mut connection => Some(end),
                 },
                 decided => decided,
@@ -192,10 +195,10 @@ impl Gate {
             match decided {
                 // The peer is told, and leaves.
                 None => drop(timeout(LAST_WORDS, connection).await),
-                Some(Ok(())) => session.finish(Err(LinkError::PeerLost {
+                Some(Ok(())) => course.finish(Err(LinkError::PeerLost {
                     place: "without a goodbye",
                 })),
-                Some(Err(error)) => session.finish(Err(meaning(&error, "without a goodbye"))),
+                Some(Err(error)) => course.finish(Err(meaning(&error, "without a goodbye"))),
             }
         }
         session.leave().await;
@@ -206,10 +209,31 @@ impl Gate {
 struct Session {
     hub: Arc<Hub>,
     authorization: HeaderValue,
-    talk: Mutex<Talk>,
     /// What the sender said.
     peer: OnceLock<Hello>,
+    accepted: Mutex<Option<Accepted>>,
+    course: Arc<Course>,
+}
+
+/// What a connection has from its hello on.
+struct Accepted {
+    place: Place,
+    arrivals: mpsc::Sender<Arrived>,
+    intake: JoinHandle<()>,
+}
+
+/// How a conversation goes, for whoever ends it.
+struct Course {
+    end: Mutex<End>,
     progress: watch::Sender<Progress>,
+}
+
+#[derive(Default)]
+struct End {
+    /// The first that ends it counts.
+    result: Option<Result<(), LinkError>>,
+    /// What the body of the answer to the hello waits for.
+    last_words: Option<oneshot::Sender<Bytes>>,
 }
 
 /// How far a conversation is.
@@ -223,22 +247,6 @@ enum Progress {
     Ended,
 }
 
-#[derive(Default)]
-struct Talk {
-    /// How it ended; the first that ends it counts.
-    end: Option<Result<(), LinkError>>,
-    accepted: Option<Accepted>,
-}
-
-/// What a connection has from its hello on.
-struct Accepted {
-    place: Place,
-    arrivals: mpsc::Sender<Arrived>,
-    /// What the body of the answer to the hello waits for.
-    last_words: Option<oneshot::Sender<Bytes>>,
-    intake: JoinHandle<()>,
-}
-
 /// What is answered to a request.
 enum Reply {
     /// The hello is accepted; the words come at the end.
@@ -247,13 +255,13 @@ enum Reply {
     Delivered(oneshot::Receiver<()>),
 }
 
-impl Session {
-    fn talk(&self) -> MutexGuard<'_, Talk> {
-        self.talk.lock().unwrap_or_else(PoisonError::into_inner)
+impl Course {
+    fn end(&self) -> MutexGuard<'_, End> {
+        self.end.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     async fn reaches(&self, progress: Progress) {
-        // The sender is this session's own.
+        // The sender is this one's own.
         let _ = self
             .progress
             .subscribe()
@@ -261,49 +269,69 @@ impl Session {
             .await;
     }
 
+    /// Begins with the messages, if the conversation was not ended meanwhile; the words come at its end.
+    fn begin(&self) -> Result<oneshot::Receiver<Bytes>, LinkError> {
+        let mut end = self.end();
+        if let Some(result) = &end.result {
+            return Err(result.clone().err().unwrap_or(LinkError::Closed));
+        }
+        let (last_words, words) = oneshot::channel();
+        end.last_words = Some(last_words);
+        // With the lock, so that it does not undo an end.
+        self.progress.send_replace(Progress::Greeted);
+        Ok(words)
+    }
+
     /// Ends the conversation and tells the peer why. Never waits.
     fn finish(&self, result: Result<(), LinkError>) {
-        let mut talk = self.talk();
-        if talk.end.is_some() {
+        let mut end = self.end();
+        if end.result.is_some() {
             return;
         }
-        if let Err(error) = &result
-            && let Some(accepted) = &mut talk.accepted
-            && let Some(words) = accepted.last_words.take()
-        {
+        if let (Err(error), Some(words)) = (&result, end.last_words.take()) {
             // The peer may be gone.
             let _ = words.send(error.told().into());
         }
-        talk.end = Some(result);
-        drop(talk);
+        end.result = Some(result);
         self.progress.send_replace(Progress::Ended);
+    }
+}
+
+impl Session {
+    fn accepted(&self) -> MutexGuard<'_, Option<Accepted>> {
+        self.accepted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes a request as it comes in, in the order of the connection: nothing of its body is read before its place is
     /// known. An error ends the conversation.
-    fn take(self: &Arc<Self>, request: Request<Incoming>) -> Result<Reply, LinkError> {
+    fn take(&self, request: Request<Incoming>) -> Result<Reply, LinkError> {
         let reply = self.understand(request);
         if let Err(error) = &reply {
-            self.finish(Err(error.clone()));
+            self.course.finish(Err(error.clone()));
         }
         reply
     }
 
-    fn understand(self: &Arc<Self>, request: Request<Incoming>) -> Result<Reply, LinkError> {
-        let wrong = |what: &str| LinkError::frame(format!("{what} {} {}", request.method(), request.uri().path()));
-        let talk = self.talk();
-        match (&talk.end, &talk.accepted) {
-            (Some(Err(error)), _) => Err(error.clone()),
-            (Some(Ok(())), _) => Err(wrong("after the goodbye came")),
-            (None, None) => {
-                drop(talk);
+    fn understand(&self, request: Request<Incoming>) -> Result<Reply, LinkError> {
+        let wrong =
+            |what: &str| LinkError::frame(format!("{what} {} {}", request.method(), request.uri().path()));
+        let ended = self.course.end().result.clone();
+        match ended {
+            Some(Err(error)) => return Err(error),
+            Some(Ok(())) => return Err(wrong("after the goodbye came")),
+            None => {}
+        }
+        let accepted = self.accepted();
+        match &*accepted {
+            None => {
+                drop(accepted);
                 self.check_token(request.headers())?;
                 match (request.method(), request.uri().path()) {
                     (&Method::POST, HELLO_PATH) => self.greet(request.headers()),
                     _ => Err(wrong("where a hello was expected came")),
                 }
             }
-            (None, Some(accepted)) => {
+            Some(accepted) => {
                 let goodbye = match (request.method(), request.uri().path()) {
                     (&Method::POST, MESSAGE_PATH) => false,
                     (&Method::POST, GOODBYE_PATH) => true,
@@ -333,7 +361,7 @@ impl Session {
     }
 
     /// Accepts a hello or refuses it.
-    fn greet(self: &Arc<Self>, headers: &HeaderMap) -> Result<Reply, LinkError> {
+    fn greet(&self, headers: &HeaderMap) -> Result<Reply, LinkError> {
         let field = |name: &str| headers.get(name).map_or(&[][..], HeaderValue::as_bytes);
         let version = field(VERSION_HEADER);
         if version != VERSION.as_bytes() {
@@ -355,55 +383,41 @@ impl Session {
         let checked = match field(CHECKED_HEADER) {
             b"0" => false,
             b"1" => true,
-            _ => return Err(LinkError::frame("a hello that does not say whether there are checksums")),
+            _ => {
+                return Err(LinkError::frame(
+                    "a hello that does not say whether there are checksums",
+                ));
+            }
         };
         // Set once: there is one hello.
         let _ = self.peer.set(hello);
-        let session = Arc::downgrade(self);
-        let place = self.hub.enter(Box::new(move |error| {
-            if let Some(session) = session.upgrade() {
-                session.finish(Err(error.clone()));
-            }
-        }))?;
+        let course = Arc::clone(&self.course);
+        let place = self
+            .hub
+            .enter(Box::new(move |error| course.finish(Err(error.clone()))))?;
         self.hub.check_receiver(&hello)?;
         self.hub.fence(&place, hello.from)?;
-        let (arrivals, arriving) = mpsc::channel(MAX_STREAMS as usize);
-        let (last_words, words) = oneshot::channel();
-        let mut talk = self.talk();
-        if let Some(Err(error)) = &talk.end {
-            // Ended from outside in the meantime. The place is given free without the lock, as it was taken.
-            let error = error.clone();
-            drop(talk);
-            return Err(error);
-        }
+        let words = self.course.begin()?;
         self.hub.opened(hello);
-        let (session, intake) = (Arc::clone(self), Intake::new(&self.hub, hello.from, checked));
-        let intake = tokio::spawn(async move {
-            let result = intake.run(arriving).await;
-            session.finish(result);
-        });
-        talk.accepted = Some(Accepted {
+        let (arrivals, arriving) = mpsc::channel(MAX_STREAMS as usize);
+        let (course, intake) = (
+            Arc::clone(&self.course),
+            Intake::new(&self.hub, hello.from, checked),
+        );
+        let intake = tokio::spawn(async move { course.finish(intake.run(arriving).await) });
+        *self.accepted() = Some(Accepted {
             place,
             arrivals,
-            last_words: Some(last_words),
             intake,
         });
-        drop(talk);
-        self.progress
-            .send_if_modified(|progress| *progress < Progress::Greeted && {
-                *progress = Progress::Greeted;
-                true
-            });
         Ok(Reply::Welcome(words))
     }
 
     /// Gives everything free and tells how the connection ended, which is gone by now.
     async fn leave(&self) {
-        let (end, accepted) = {
-            let mut talk = self.talk();
-            (talk.end.take(), talk.accepted.take())
-        };
-        let mut result = end.unwrap_or(Err(LinkError::Closed));
+        let accepted = self.accepted().take();
+        let ended = self.course.end().result.clone();
+        let mut result = ended.unwrap_or(Err(LinkError::Closed));
         if let Some(Accepted { place, intake, .. }) = accepted {
             intake.abort();
             // Cancelled or done: either way it delivers nothing more.

@@ -11,15 +11,15 @@ use http::{HeaderValue, Request, Response, StatusCode};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use hyper::client::conn::http2::{Builder, SendRequest};
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper::rt::Executor as _;
+use hyper_util::rt::{TokioIo, TokioTimer};
 use rustix::io::Errno;
 use tokio::net::TcpStream;
 use tokio::sync::{Notify, oneshot};
-use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 use super::body::RequestBody;
-use super::workers::{Workers, is_worker};
+use super::workers::{Tasks, Workers, is_worker};
 use super::{
     ANSWER_WINDOW_BYTES, CHECKED_HEADER, FRAME_BYTES, GOODBYE_PATH, HEADER_BYTES_HEADER, HELLO_HEADER,
     HELLO_PATH, LAST_WORDS, MAX_HEADERS_BYTES, MAX_UNDER_WAY, MESSAGE_BYTES_HEADER, MESSAGE_PATH, Network,
@@ -146,34 +146,41 @@ struct Conversation {
     connection: Driver,
 }
 
-/// The task that drives a connection.
+/// What drives a connection.
 struct Driver {
-    task: JoinHandle<()>,
+    tasks: Tasks,
     /// How it ended.
     end: oneshot::Receiver<hyper::Result<()>>,
 }
 
 impl Drop for Driver {
     fn drop(&mut self) {
-        self.task.abort();
+        // They hold each other.
+        self.tasks.cancel();
     }
 }
 
 impl Conversation {
     async fn open(address: SocketAddr, opening: Request<RequestBody>) -> Result<Self, LinkError> {
-        let socket = TcpStream::connect(address).await.map_err(|error| {
-            match Errno::from_io_error(&error) {
-                Some(Errno::CONNREFUSED) => LinkError::NoListener {
-                    name: address.to_string(),
-                },
-                _ => system("connect to the address of a link")(error),
-            }
-        })?;
+        let socket =
+            TcpStream::connect(address)
+                .await
+                .map_err(|error| match Errno::from_io_error(&error) {
+                    Some(Errno::CONNREFUSED) => LinkError::NoListener {
+                        name: address.to_string(),
+                    },
+                    _ => system("connect to the address of a link")(error),
+                })?;
         socket
             .set_nodelay(true)
             .map_err(system("set an option of a socket"))?;
         let lost = |error: &hyper::Error| meaning(error, "before it answered the hello");
-        let (mut requests, connection) = Builder::new(TokioExecutor::new())
+        let (tell, end) = oneshot::channel();
+        let mut connection = Driver {
+            tasks: Tasks::default(),
+            end,
+        };
+        let (mut requests, driver) = Builder::new(connection.tasks.clone())
             .timer(TokioTimer::new())
             .initial_stream_window_size(ANSWER_WINDOW_BYTES)
             .initial_connection_window_size(ANSWER_WINDOW_BYTES)
@@ -185,9 +192,9 @@ impl Conversation {
             .handshake(TokioIo::new(socket))
             .await
             .map_err(|error| lost(&error))?;
-        let (tell, end) = oneshot::channel();
-        let task = tokio::spawn(async move { drop(tell.send(connection.await)) });
-        let mut connection = Driver { task, end };
+        connection
+            .tasks
+            .execute(async move { drop(tell.send(driver.await)) });
         let answer = match requests.send_request(opening).await {
             Ok(answer) => answer,
             // The connection knows more than the request.
@@ -317,9 +324,7 @@ impl Writer<'_> {
             },
         };
         drop(writer);
-        connection.task.abort();
-        // Cancelled or done: either way the socket is closed.
-        let _ = (&mut connection.task).await;
+        connection.tasks.end().await;
         error
     }
 
@@ -364,7 +369,9 @@ impl Writer<'_> {
             && let Some(handing_over) = &mut self.handing_over
             && handing_over.try_recv() == Err(oneshot::error::TryRecvError::Empty)
         {
-            return Err(Some(LinkError::frame("a message was answered before it was sent")));
+            return Err(Some(LinkError::frame(
+                "a message was answered before it was sent",
+            )));
         }
         if let Some(taken) = self.under_way.pop_front() {
             self.outbox.let_go(taken.message_bytes);

@@ -5,8 +5,9 @@ use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
+use hyper::rt::Executor;
 use tokio::runtime::{Builder, Handle, Runtime};
-use tokio::task::JoinHandle;
+use tokio::task::JoinSet;
 
 use super::system;
 use crate::link::error::LinkError;
@@ -46,11 +47,10 @@ impl Workers {
         Ok(workers)
     }
 
-    pub(super) fn spawn<T: Send + 'static>(
-        &self,
-        task: impl Future<Output = T> + Send + 'static,
-    ) -> Option<JoinHandle<T>> {
-        self.0.as_ref().map(|runtime| runtime.spawn(task))
+    pub(super) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        if let Some(runtime) = &self.0 {
+            runtime.spawn(task);
+        }
     }
 
     /// Does something that needs a runtime around it.
@@ -69,6 +69,35 @@ impl Drop for Workers {
         } else {
             runtime.shutdown_timeout(PATIENCE);
         }
+    }
+}
+
+/// The tasks of one connection, which are cancelled together: none keeps its socket open when the link is over.
+#[derive(Clone, Default)]
+pub(super) struct Tasks(Arc<Mutex<JoinSet<()>>>);
+
+impl<F: Future<Output = ()> + Send + 'static> Executor<F> for Tasks {
+    fn execute(&self, task: F) {
+        let mut tasks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // Those that have ended are forgotten.
+        while tasks.try_join_next().is_some() {}
+        tasks.spawn(task);
+    }
+}
+
+impl Tasks {
+    /// Cancels them.
+    pub(super) fn cancel(&self) {
+        drop(self.take());
+    }
+
+    /// Cancels them and waits until they are gone.
+    pub(super) async fn end(&self) {
+        self.take().shutdown().await;
+    }
+
+    fn take(&self) -> JoinSet<()> {
+        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 

@@ -9,8 +9,9 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown
 use super::*;
 use crate::link::checksum::checksum;
 use crate::link::memory::frame::{Frame, FrameKind, FrameReader, Read};
-use crate::link::message::Encoded;
 use crate::link::memory::ring::{RingShape, WriteRing};
+use crate::link::memory::socket;
+use crate::link::message::Encoded;
 
 /// A sender whose frames are written by hand.
 struct RawSender {
@@ -476,10 +477,13 @@ fn a_chunk_that_changes_on_the_way_ends_its_link() {
     bounded(|| {
         for (nth, bytes) in [(0, 20_000), (1, 20_000), (3, 20_000), (1, 100_000)] {
             let bound = bind(ListenerOptions::default());
-            let sender = bound.connect(Over::Memory, SenderOptions {
-                corrupt_nth: Some(nth),
-                ..with_heap(1 << 20)
-            });
+            let sender = bound.connect(
+                Over::Memory,
+                SenderOptions {
+                    corrupt_nth: Some(nth),
+                    ..with_heap(1 << 20)
+                },
+            );
             bound.opened();
             sender.send(state(&[bytes], 1), LIMIT).expect("room");
             let error = bound.closed();

@@ -3,6 +3,7 @@
 
 mod hostile;
 mod http;
+mod limits;
 mod network;
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,10 +12,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use crossbeam_channel::Receiver;
-use rustix::net::{SendFlags, SocketFlags};
 
-use super::memory::frame::{Frame, FrameKind};
-use super::memory::socket;
 use super::*;
 use crate::digest::Digest;
 use crate::ids::{Epoch, Generation, Seat, Step};
@@ -418,35 +416,39 @@ fn a_newer_generation_replaces_an_older_one() {
     let ways = BOTH.iter().flat_map(|&old| BOTH.map(|new| (old, new)));
     for (old_way, new_way) in ways {
         bounded(move || {
-        let bound = bind(ListenerOptions::default());
-        let (told, ends) = crossbeam_channel::unbounded();
-        let on_end = move |error: &LinkError| {
-            let _ = told.send(error.clone());
-        };
-        let old = bound.dial(old_way, hello(1), small_ring(), on_end).expect("accepted");
-        bound.opened();
-        let _new = bound.dial(new_way, hello(2), small_ring(), |_| {}).expect("accepted");
-        let end = ends.recv_timeout(LIMIT).expect("the old one is told");
-        assert!(
-            matches!(&end, LinkError::Refused { reason } if reason.contains("superseded")),
-            "{end}"
-        );
-        assert_eq!(old.ended(), Some(end));
-        assert!(matches!(old.try_send(state(&[4], 1)), Err(SendError::Ended(_))));
-        let error = bound.dial(old_way, hello(1), small_ring(), |_| {}).err();
-        assert!(matches!(&error, Some(LinkError::Refused { .. })), "{error:?}");
-        let closed: Vec<_> = (0..3)
-            .filter_map(|_| match bound.event() {
-                BulkEvent::Closed { error, .. } => Some(error),
-                _ => None,
-            })
-            .collect();
-        assert_eq!(closed.len(), 2, "{closed:?}");
-        assert!(
-            closed
-                .iter()
-                .all(|error| matches!(error, Some(LinkError::Superseded { newest: 2, .. })))
-        );
+            let bound = bind(ListenerOptions::default());
+            let (told, ends) = crossbeam_channel::unbounded();
+            let on_end = move |error: &LinkError| {
+                let _ = told.send(error.clone());
+            };
+            let old = bound
+                .dial(old_way, hello(1), small_ring(), on_end)
+                .expect("accepted");
+            bound.opened();
+            let _new = bound
+                .dial(new_way, hello(2), small_ring(), |_| {})
+                .expect("accepted");
+            let end = ends.recv_timeout(LIMIT).expect("the old one is told");
+            assert!(
+                matches!(&end, LinkError::Refused { reason } if reason.contains("superseded")),
+                "{end}"
+            );
+            assert_eq!(old.ended(), Some(end));
+            assert!(matches!(old.try_send(state(&[4], 1)), Err(SendError::Ended(_))));
+            let error = bound.dial(old_way, hello(1), small_ring(), |_| {}).err();
+            assert!(matches!(&error, Some(LinkError::Refused { .. })), "{error:?}");
+            let closed: Vec<_> = (0..3)
+                .filter_map(|_| match bound.event() {
+                    BulkEvent::Closed { error, .. } => Some(error),
+                    _ => None,
+                })
+                .collect();
+            assert_eq!(closed.len(), 2, "{closed:?}");
+            assert!(
+                closed
+                    .iter()
+                    .all(|error| matches!(error, Some(LinkError::Superseded { newest: 2, .. })))
+            );
         });
     }
 }
@@ -455,39 +457,42 @@ fn a_newer_generation_replaces_an_older_one() {
 fn what_cannot_be_sent_is_said_at_once() {
     for over in BOTH {
         bounded(move || {
-        let bound = bind(ListenerOptions::default());
-        let sender = bound.connect(over, SenderOptions {
-            max_message_bytes: 10_000,
-            ..small_ring()
-        });
-        let error = sender.try_send(state(&[12_000], 1)).expect_err("too large");
-        assert!(
-            matches!(
-                error,
-                SendError::Invalid(LinkError::TooLarge {
-                    limit_bytes: 10_000,
-                    ..
-                })
-            ),
-            "{error}"
-        );
-        let error = sender
-            .try_send(state(&[4; MAX_PARTS + 1], 1))
-            .expect_err("too many");
-        assert!(
-            matches!(error, SendError::Invalid(LinkError::TooManyParts { .. })),
-            "{error}"
-        );
-        let mut short = state(&[8], 1);
-        short.parts[0].truncate(7);
-        let error = sender.try_send(short).expect_err("no f32");
-        assert!(
-            matches!(error, SendError::Invalid(LinkError::Header { .. })),
-            "{error}"
-        );
-        sender.send(state(&[8], 1), LIMIT).expect("the link is unharmed");
-        bound.opened();
-        assert_same(&bound.message(), &state(&[8], 1));
+            let bound = bind(ListenerOptions::default());
+            let sender = bound.connect(
+                over,
+                SenderOptions {
+                    max_message_bytes: 10_000,
+                    ..small_ring()
+                },
+            );
+            let error = sender.try_send(state(&[12_000], 1)).expect_err("too large");
+            assert!(
+                matches!(
+                    error,
+                    SendError::Invalid(LinkError::TooLarge {
+                        limit_bytes: 10_000,
+                        ..
+                    })
+                ),
+                "{error}"
+            );
+            let error = sender
+                .try_send(state(&[4; MAX_PARTS + 1], 1))
+                .expect_err("too many");
+            assert!(
+                matches!(error, SendError::Invalid(LinkError::TooManyParts { .. })),
+                "{error}"
+            );
+            let mut short = state(&[8], 1);
+            short.parts[0].truncate(7);
+            let error = sender.try_send(short).expect_err("no f32");
+            assert!(
+                matches!(error, SendError::Invalid(LinkError::Header { .. })),
+                "{error}"
+            );
+            sender.send(state(&[8], 1), LIMIT).expect("the link is unharmed");
+            bound.opened();
+            assert_same(&bound.message(), &state(&[8], 1));
         });
     }
 }
@@ -516,178 +521,4 @@ fn names_are_checked_and_exclusive() {
         "nothing is left of a closed listener"
     );
     BulkListener::bind(&name, HERE, ListenerOptions::default(), None, inbox).expect("the name is free again");
-}
-
-/// L-1, L-2: a receiver that accepts the link and never reads.
-#[test]
-fn a_receiver_that_never_reads_bounds_the_sender_and_does_not_hold_up_its_close() {
-    bounded(|| {
-        let name = unique_name();
-        let listening = socket::listen(&name).expect("the name is free");
-        let accepting = std::thread::spawn(move || {
-            let socket = rustix::net::accept_with(&listening, SocketFlags::CLOEXEC).expect("a sender comes");
-            let received = socket::receive_hello(&socket, 60_000).expect("a hello");
-            let welcome = Frame::new(FrameKind::Welcome).encode();
-            rustix::net::send(&socket, &welcome, SendFlags::NOSIGNAL).expect("the sender waits");
-            (socket, received)
-        });
-        let options = SenderOptions {
-            queue_messages: 8,
-            queue_bytes: 200_000,
-            ..small_ring()
-        };
-        let sender = BulkSender::connect(&name, hello(1), options, |_| {}).expect("accepted");
-        let receiver = accepting.join().expect("accepted");
-        let mut taken = 0;
-        let returned = loop {
-            match sender.send(state(&[60_000], 7), Duration::from_millis(20)) {
-                Ok(()) => taken += 1,
-                Err(SendError::Full(message)) => break message,
-                Err(error) => panic!("{error}"),
-            }
-            assert!(taken <= 8, "the queue has no bound");
-        };
-        assert_eq!(taken, 3, "200,000 bytes hold three messages");
-        assert!(sender.queued_bytes() <= 200_000);
-        assert_eq!(returned.parts[0].len(), 60_000);
-        assert_eq!(sender.drain(Duration::from_millis(5)), Ok(false));
-        let start = Instant::now();
-        sender.close();
-        assert!(
-            start.elapsed() < Duration::from_secs(1),
-            "close took {:?}",
-            start.elapsed()
-        );
-        drop(receiver);
-    });
-}
-
-/// L-1, L-2: a consumer that keeps what it gets.
-#[test]
-fn a_consumer_that_keeps_messages_holds_up_their_sender() {
-    for over in BOTH {
-        bounded(move || {
-        let bound = bind(ListenerOptions {
-            held_bytes_per_connection: 100_000,
-            ..ListenerOptions::default()
-        });
-        let options = SenderOptions {
-            queue_messages: 4,
-            ..small_ring()
-        };
-        let sender = bound.connect(over, options);
-        bound.opened();
-        let kept: Vec<_> = (0..3)
-            .map(|seed| {
-                sender.send(state(&[30_000], seed), LIMIT).expect("room comes");
-                bound.message()
-            })
-            .collect();
-        for seed in 3..7 {
-            sender
-                .send(state(&[30_000], seed), LIMIT)
-                .expect("four fit the queue");
-        }
-        let error = sender
-            .send(state(&[30_000], 7), Duration::from_millis(50))
-            .expect_err("the queue is full");
-        assert!(matches!(error, SendError::Full(_)), "{error}");
-        assert!(
-            bound.events.try_recv().is_err(),
-            "100,000 bytes hold three messages"
-        );
-        drop(kept);
-        for seed in 3..7 {
-            assert_same(&bound.message(), &state(&[30_000], seed));
-        }
-        // A message beyond the budget comes through alone.
-        sender.send(state(&[1 << 20], 9), LIMIT).expect("room comes");
-        sender.send(state(&[4], 10), LIMIT).expect("room comes");
-        let large = bound.message();
-        assert!(bound.events.recv_timeout(Duration::from_millis(50)).is_err());
-        let start = Instant::now();
-        bound.listener.close();
-        assert!(
-            start.elapsed() < Duration::from_secs(1),
-            "close took {:?}",
-            start.elapsed()
-        );
-        assert_same(&large, &state(&[1 << 20], 9));
-        });
-    }
-}
-
-/// L-2: the sender learns that the receiver closed, even while it waits for slots.
-#[test]
-fn a_listener_that_closes_ends_its_senders() {
-    for over in BOTH {
-        bounded(move || {
-        let bound = bind(ListenerOptions {
-            held_bytes_per_connection: 1,
-            ..ListenerOptions::default()
-        });
-        let sender = bound.connect(over, SenderOptions {
-            queue_messages: 2,
-            ..small_ring()
-        });
-        bound.opened();
-        sender.send(state(&[100_000], 1), LIMIT).expect("room");
-        let held = bound.message();
-        sender.send(state(&[100_000], 2), LIMIT).expect("room");
-        sender.send(state(&[100_000], 3), LIMIT).expect("room");
-        bound.listener.close();
-        let error = sender
-            .send(state(&[100_000], 4), LIMIT)
-            .expect_err("nobody is there");
-        assert!(
-            matches!(&error, SendError::Ended(LinkError::Refused { reason }) if reason.contains("closed")),
-            "{error}"
-        );
-        assert!(sender.drain(LIMIT).is_err());
-        assert_eq!(sender.queued_bytes(), 0, "the queue was dropped");
-        drop(held);
-        });
-    }
-}
-
-#[test]
-fn silence_is_no_hello_and_no_welcome() {
-    bounded(|| {
-        let bound = bind(ListenerOptions {
-            handshake_timeout_ms: 30,
-            ..ListenerOptions::default()
-        });
-        let _silent = socket::connect(&bound.name, 1_000).expect("the listener is there");
-        assert_eq!(bound.closed(), Some(LinkError::Silent { timeout_ms: 30 }));
-
-        let name = unique_name();
-        let _listening = socket::listen(&name).expect("the name is free");
-        let options = SenderOptions {
-            handshake_timeout_ms: 30,
-            ..small_ring()
-        };
-        let error = BulkSender::connect(&name, hello(1), options, |_| {}).err();
-        assert_eq!(error, Some(LinkError::Silent { timeout_ms: 30 }));
-    });
-}
-
-#[test]
-fn connections_are_limited() {
-    for over in BOTH {
-        bounded(move || {
-        let bound = bind(ListenerOptions {
-            max_connections: 2,
-            ..ListenerOptions::default()
-        });
-        let _two = [bound.connect(over, small_ring()), bound.connect(over, small_ring())];
-        bound.opened();
-        bound.opened();
-        let error = bound.dial(over, hello(1), small_ring(), |_| {}).err();
-        assert!(
-            matches!(&error, Some(LinkError::Refused { reason }) if reason.contains("2 connections")),
-            "{error:?}"
-        );
-        assert_eq!(bound.closed(), Some(LinkError::TooManyConnections { limit: 2 }));
-        });
-    }
 }

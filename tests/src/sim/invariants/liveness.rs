@@ -87,7 +87,7 @@ impl Liveness {
                 (disputes >= DISPUTES, after)
             } else if says("disagree on the gradient") {
                 (disputes >= DISPUTES, AfterFailure::LaunchAgain)
-            } else if says("times in a row without a step") {
+            } else if says("times in a row without a step") || says("times in a row without a row") {
                 let torn = counts.of(Fault::CollectiveTorn) + counts.of(Fault::MessageLost);
                 (torn > 0, AfterFailure::LaunchAgain)
             } else if says("refused every sample of step") {

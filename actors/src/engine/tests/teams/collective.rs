@@ -124,3 +124,24 @@ fn who_waits_for_the_other_slices_to_meet_is_not_blamed_for_those_who_do_not_com
     }
     assert_eq!(killed(&cluster), [Seat::verifier(1)]);
 }
+
+#[test]
+fn a_slice_that_never_comes_is_replaced_before_nccl_is_blamed() {
+    let mut cluster = Cluster::new(1);
+    let epoch = Epoch::first_of(1);
+    cluster.join(&ALL[2..], epoch);
+    let activities = [Activity::Meeting, Activity::Extracting, Activity::Idle, Activity::Idle];
+    for ((seat, generation), activity) in ALL.into_iter().zip(activities) {
+        let beat = Beat {
+            activity,
+            ..Beat::default()
+        };
+        cluster.say(seat, generation, RankEvent::Beat(beat));
+    }
+    // Who waited gives up, long before the team has had its time.
+    let reason = "the others did not come".to_owned();
+    cluster.say(0, 0, RankEvent::CollectiveBroken { epoch, reason });
+    wait(&mut cluster);
+    assert_eq!(cluster.killed, [Seat::verifier(1)]);
+    assert!(cluster.outcome.is_none());
+}
