@@ -12,7 +12,8 @@ use eaglet_runtime::contract::HiddenDtype;
 use eaglet_runtime::cuda::{Cuda, Precision};
 use eaglet_runtime::device::{Buffer, Cpu, Device};
 use eaglet_runtime::draft::{
-    Draft, DraftBatch, DraftSpec, FrozenWeights, LayerKind, ParameterLayout, StepMetrics, TrainingSpec,
+    Draft, DraftBatch, DraftSpec, FrozenWeights, LayerKind, ParameterLayout, RowLoad, StepMetrics,
+    TrainingSpec,
 };
 use eaglet_runtime::optimizer::{AdamW, AdamWSpec, Decay, Schedule};
 use eaglet_runtime::rope::Rope;
@@ -604,5 +605,78 @@ fn a_row_that_was_sent_ahead_has_the_same_gradient() {
         });
         assert_eq!(one.0, other.0, "{dtype:?}");
         assert_eq!(one.1, other.1, "{dtype:?}");
+    }
+}
+
+/// What `eaglet check` counts of a row is what buffers hold on a GPU by their names: activations to 2 %, states to the byte,
+/// and logits of a whole block, which a short row does not fill.
+#[test]
+fn a_row_takes_of_a_gpu_what_its_cost_says() {
+    for precision in [Precision::F32, Precision::Bf16] {
+        hold_against_cost(precision);
+    }
+}
+
+fn hold_against_cost(precision: Precision) {
+    let (Some(search), Some(cache)) = (stack::search(), stack::cache()) else {
+        return;
+    };
+    let gpu = Cuda::new(&search, 0, cache, precision).unwrap_or_else(|error| panic!("{error}"));
+    let gpu = Arc::new(gpu);
+    let case = project_case("default");
+    let mut draft = case.draft(Arc::clone(&gpu));
+    let (spec, batch) = (draft.spec().clone(), case.batch());
+    let parameters = gpu.place(case.parameters(draft.layout()).into(), "parameters");
+    let mut gradient = gpu.place(vec![0.0; parameters.floats().len()].into(), "gradient");
+    draft
+        .gradient(parameters.floats(), &batch, gradient.floats_mut())
+        .expect("it fits");
+    let steps = size(&case.about["case"]["ttt_steps"]);
+    let is_active = |position: &usize, end: usize| {
+        let ahead = *position..end.min(position + steps);
+        batch.loss_mask[ahead].iter().any(|&trained| trained != 0)
+    };
+    let active = batch.documents.iter().map(|document| {
+        let positions = document.clone();
+        positions
+            .filter(|position| is_active(position, document.end))
+            .count()
+    });
+    let cost = spec.row_cost(&RowLoad {
+        positions: batch.len(),
+        active: active.sum(),
+        steps,
+        visible: 0.0,
+    });
+    let holders = gpu.holders().0;
+    let held = |is_part: &dyn Fn(&str) -> bool| -> u64 {
+        let parts = holders.iter().filter(|(name, _)| is_part(name));
+        parts.map(|(_, bytes)| *bytes as u64).sum()
+    };
+    for (prefix, counted) in [
+        ("Activations.", cost.activation_bytes),
+        ("Deltas.", cost.delta_bytes),
+    ] {
+        let held = held(&|name| name.starts_with(prefix));
+        assert!(
+            held.abs_diff(counted) * 50 <= counted,
+            "{prefix}: {held} of {counted}"
+        );
+    }
+    let states = held(&|name| ["aux hidden states", "last hidden states"].contains(&name));
+    assert_eq!(states, cost.batch_bytes);
+    let logits = held(&|name| ["head inputs", "logits"].contains(&name));
+    assert!(
+        0 < logits && logits <= cost.logit_bytes,
+        "{logits} of {}",
+        cost.logit_bytes
+    );
+    if precision == Precision::Bf16 {
+        let rounded = held(&|name| name == "operands of operations");
+        assert!(
+            0 < rounded && rounded <= cost.rounded_bytes,
+            "{rounded} of {}",
+            cost.rounded_bytes
+        );
     }
 }

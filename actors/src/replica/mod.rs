@@ -403,7 +403,8 @@ impl<D: Device> Replica<D> {
         let gradient = home.map_or_else(|| self.gradient.floats(), Floats::from);
         let len = gradient.len();
         self.device
-            .first_beyond(Matrix::new(gradient, 1, len), f32::MAX)
+            .seek_beyond(Matrix::new(gradient, 1, len), f32::MAX)
+            .first()
             .is_none()
     }
 

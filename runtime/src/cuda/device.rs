@@ -29,8 +29,8 @@ use crate::device::check_capture;
 use crate::device::floats::{Place, PlaceMut};
 use crate::device::{
     AdamWUpdate, Attention, AttentionGradients, AttentionInputs, AttentionPlan, Buffer, Device, Floats,
-    FloatsMut, Gate, Matrix, MatrixMut, Products, RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow,
-    Turn,
+    FloatsMut, Gate, Matrix, MatrixMut, Products, RotaryTable, Routing, RowLoss, Sought, StoredMatrix,
+    TargetRow, Turn,
 };
 use crate::row::HiddenStates;
 
@@ -54,6 +54,8 @@ pub struct Cuda {
     pub(super) unpacked_bytes: usize,
     /// Where captured states arrive on the host.
     pub(super) landing: Landing,
+    /// Where answers of checks do.
+    flags: Landing,
     /// The way of hidden states, once some were sent.
     pub(super) arrivals: Mutex<Option<Arrivals>>,
     /// What the last attention saw, for layers that see the same.
@@ -97,6 +99,7 @@ impl Cuda {
             unpacked_bytes: UNPACKED_BYTES,
             memory,
             landing: Landing::default(),
+            flags: Landing::default(),
             arrivals: Mutex::default(),
             last_plan: Mutex::default(),
             blas: Blas::new(&context, search)?,
@@ -297,7 +300,7 @@ impl Device for Cuda {
                 dense.cast()
             }
         };
-        Some(must(self.begin_landing(source, rows, bytes)))
+        Some(must(self.begin_landing(&self.landing, source, rows, bytes)))
     }
 
     fn send_ahead(&self, states: &HiddenStates) -> Option<Arrival> {
@@ -308,15 +311,17 @@ impl Device for Cuda {
         self.widen_arrival(arrival, rows, out);
     }
 
-    fn first_beyond(&self, x: Matrix<'_>, largest: f32) -> Option<usize> {
+    fn seek_beyond(&self, x: Matrix<'_>, largest: f32) -> Sought<'_> {
+        if x.rows == 0 {
+            return Sought::Known(None);
+        }
         let (x, mut flags) = (self.input_matrix(x), self.room::<u32>(x.rows));
         must(
             self.kernels
                 .beyond(&self.stream, x.view(), largest, flags.view_mut()),
         );
-        let mut found = vec![0; x.rows];
-        self.receive(&flags, &mut found);
-        found.iter().position(|&flag| flag != 0)
+        let flags = self.begin_landing(&self.flags, flags.cast(), x.rows, size_of::<u32>());
+        Sought::UnderWay(must(flags))
     }
 
     fn checksum(&self, x: Floats<'_>) -> u64 {

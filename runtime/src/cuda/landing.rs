@@ -4,13 +4,16 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::device::Cuda;
+use super::device::{Cuda, must};
 use super::driver::{Context, CudaError};
 use super::memory::Pinned;
 use super::staging::Lent;
 use super::stream::Event;
 
-/// Pinned memory for arriving states, kept for the next ones.
+/// Memory is taken in multiples of this, in bytes, so that a row that is a little longer finds what the one before had.
+const STEP: usize = 16 << 10;
+
+/// Pinned memory for what arrives, of one kind: kept for what comes next.
 #[derive(Debug, Default)]
 pub(super) struct Landing {
     free: Mutex<Vec<Pinned<u8>>>,
@@ -23,10 +26,11 @@ impl Landing {
     /// If the host does not give it.
     pub(super) fn lend(&self, context: &Arc<Context>, bytes: usize) -> Result<Pinned<u8>, CudaError> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = bytes.next_multiple_of(STEP);
         if let Some(fitting) = free.iter().position(|memory| memory.len() >= bytes) {
             return Ok(free.swap_remove(fitting));
         }
-        // All states of a pass are alike, so what is too small is of no use any more.
+        // All that arrive in a pass are alike, so what is too small is of no use any more.
         free.clear();
         Pinned::new(context, bytes)
     }
@@ -49,17 +53,22 @@ pub struct InFlight<'d> {
 }
 
 impl InFlight<'_> {
+    /// Waits for the rows, which lie without gaps.
+    ///
+    /// # Panics
+    /// With its [`CudaError`] if the device failed.
+    pub(crate) fn wait(&self) -> impl ExactSizeIterator<Item = &[u8]> {
+        must(self.done.synchronize());
+        let arrived = self.arrived.as_deref().unwrap_or_default();
+        arrived[..self.rows * self.bytes].chunks_exact(self.bytes)
+    }
+
     /// Waits for the rows and writes row `i` to `out[i · row_bytes..]`.
     ///
     /// # Panics
     /// If there is not so much room; with its [`CudaError`] if the device failed.
     pub fn land(self, out: &mut [u8], row_bytes: usize) {
-        if let Err(error) = self.done.synchronize() {
-            std::panic::panic_any(error);
-        }
-        let arrived = self.arrived.as_deref().unwrap_or_default();
-        let rows = arrived[..self.rows * self.bytes].chunks_exact(self.bytes);
-        for (out, row) in out.chunks_mut(row_bytes).zip(rows) {
+        for (out, row) in out.chunks_mut(row_bytes).zip(self.wait()) {
             out[..self.bytes].copy_from_slice(row);
         }
     }
@@ -81,6 +90,7 @@ impl Cuda {
     #[allow(unsafe_code)]
     pub(super) fn begin_landing<'d>(
         &'d self,
+        landing: &'d Landing,
         source: Lent<'d, u8>,
         rows: usize,
         bytes: usize,
@@ -88,14 +98,14 @@ impl Cuda {
         let ready = Event::new(&self.context)?;
         self.stream.record(&ready)?;
         self.copies.wait_for(&ready)?;
-        let mut arrived = self.landing.lend(&self.context, rows * bytes)?;
+        let mut arrived = landing.lend(&self.context, rows * bytes)?;
         // SAFETY: LANDING-1, both go into what is returned, and it waits for the mark before it gives them back.
         let done = unsafe {
             self.copies
                 .begin_download(source.view().part(0..rows * bytes), &mut arrived)?
         };
         Ok(InFlight {
-            landing: &self.landing,
+            landing,
             arrived: Some(arrived),
             source,
             done,

@@ -26,12 +26,12 @@ mod nccl;
 mod nvrtc;
 mod operands;
 mod programs;
-mod ring;
 mod slices;
 mod staging;
 mod stream;
 mod sums;
 mod survey;
+mod turns;
 mod upload;
 mod weights;
 

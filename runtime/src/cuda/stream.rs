@@ -7,12 +7,17 @@ use cudarc::driver::sys::{CUevent, CUstream};
 
 use super::driver::{Context, CudaError};
 use super::memory::{Pinned, View, ViewMut};
-use super::ring::Ring;
+use super::turns::Turns;
 
 /// Not synchronised with the default stream.
 const NON_BLOCKING: u32 = 1;
 /// An event that takes no time stamp.
 const NO_TIMING: u32 = 2;
+
+/// Pieces for small things on their way to a device, and bytes of each: what is sent ahead of the device is less than their
+/// product.
+const RING_PIECES: usize = 8;
+const RING_PIECE_BYTES: usize = 256 << 10;
 
 /// Work that a device does in order.
 #[derive(Debug)]
@@ -20,7 +25,7 @@ pub struct Stream {
     context: Arc<Context>,
     raw: CUstream,
     /// Made when something small is sent.
-    ring: Mutex<Option<Ring>>,
+    ring: Mutex<Option<Turns>>,
 }
 
 #[allow(unsafe_code)]
@@ -117,26 +122,21 @@ impl Stream {
     pub fn send<T: Pod>(&self, from: &[T], to: ViewMut<'_, T>) -> Result<(), CudaError> {
         assert_eq!(from.len(), to.len(), "lengths of an upload");
         let bytes: &[u8] = bytemuck::cast_slice(from);
-        if bytes.len() > Ring::LARGEST || bytes.is_empty() {
+        if bytes.len() > RING_PIECE_BYTES || bytes.is_empty() {
             return self.upload(from, to);
         }
-        let table = self.context.bind()?;
         let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
         let ring = match &mut *ring {
             Some(ring) => ring,
-            none => none.insert(Ring::new(&self.context)?),
+            none => none.insert(Turns::new(&self.context, RING_PIECES, RING_PIECE_BYTES)?),
         };
-        let mark = || {
-            let event = Event::new(&self.context)?;
-            self.record(&event)?;
-            Ok(event)
-        };
-        ring.send(bytes, mark, |kept| {
-            // SAFETY: RING-1 keeps what is copied from as it is, and the ring lives until the stream has ended.
-            self.context.check("cuMemcpyHtoDAsync_v2", unsafe {
-                (table.copy_to_device)(to.address(), kept.as_ptr().cast(), kept.len(), self.raw)
-            })
-        })
+        ring.align();
+        if ring.room() < bytes.len() {
+            ring.turn(self)?;
+        }
+        let kept = ring.write(bytes)?;
+        // SAFETY: TURNS-1 keeps what is copied from as it is, and the ring lives until the stream has ended.
+        unsafe { self.upload_later(bytemuck::cast_slice(kept), to) }
     }
 
     /// Copies from pinned memory of the host, and does not wait.

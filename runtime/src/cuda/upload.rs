@@ -1,56 +1,23 @@
-//! Weights on their way to a device: through two pieces of pinned memory, one of which is filled while the other is sent.
+//! Weights and rows on their way to a device: through two pieces of pinned memory that take turns (TURNS-1, TURNS-2).
 //!
 //! UPLOAD-1: a model of any size needs no more of the host's memory than the two pieces; what it is read from is mapped,
 //! and its pages can go when they were read.
 #![allow(unsafe_code)]
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
-use super::driver::{Context, CudaError};
-use super::memory::{Pinned, ViewMut};
-use super::stream::{Event, Stream};
+use super::driver::CudaError;
+use super::memory::ViewMut;
+use super::stream::Stream;
+use super::turns::Turns;
 
-/// Bytes of a piece.
-pub(super) const PIECE_BYTES: usize = 8 << 20;
+/// Pieces, and bytes of each.
+const PIECES: usize = 2;
+const PIECE_BYTES: usize = 8 << 20;
 
 /// The pieces, once they were needed.
 #[derive(Debug, Default)]
-pub(super) struct Uploads(Mutex<Option<[Piece; 2]>>);
-
-#[derive(Debug)]
-struct Piece {
-    memory: Pinned<u8>,
-    /// Marks the end of the last transfer from it.
-    sent: Event,
-    /// Whether there was one.
-    used: bool,
-}
-
-impl Piece {
-    fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
-        Ok(Self {
-            memory: Pinned::new(context, PIECE_BYTES)?,
-            sent: Event::new(context)?,
-            used: false,
-        })
-    }
-
-    /// Waits until nothing is sent from it any more.
-    fn free(&mut self) -> Result<(), CudaError> {
-        if self.used {
-            self.sent.synchronize()?;
-            self.used = false;
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Piece {
-    fn drop(&mut self) {
-        // A device that failed reads nothing any more.
-        let _ = self.free();
-    }
-}
+pub(super) struct Uploads(Mutex<Option<Turns>>);
 
 impl Uploads {
     /// Sends what `fill` writes, in its order, to `to`.
@@ -69,17 +36,15 @@ impl Uploads {
         let mut pieces = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let pieces = match &mut *pieces {
             Some(pieces) => pieces,
-            none => {
-                let context = stream.context();
-                none.insert([Piece::new(context)?, Piece::new(context)?])
-            }
+            none => none.insert(Turns::new(stream.context(), PIECES, PIECE_BYTES)?),
         };
+        // An upload before this one may have failed half-way.
+        pieces.forget();
         let mut upload = Upload {
             pieces,
             stream,
             to,
             sent: 0,
-            filled: 0,
         };
         fill(&mut upload)?;
         upload.flush()?;
@@ -90,11 +55,10 @@ impl Uploads {
 
 /// One upload under way.
 pub(super) struct Upload<'a> {
-    pieces: &'a mut [Piece; 2],
+    pieces: &'a mut Turns,
     stream: &'a Stream,
     to: ViewMut<'a, u8>,
     sent: usize,
-    filled: usize,
 }
 
 impl Upload<'_> {
@@ -104,14 +68,9 @@ impl Upload<'_> {
     /// If the driver refuses.
     pub(super) fn write(&mut self, mut bytes: &[u8]) -> Result<(), CudaError> {
         while !bytes.is_empty() {
-            let piece = &mut self.pieces[0];
-            if self.filled == 0 {
-                piece.free()?;
-            }
-            let (now, later) = bytes.split_at(bytes.len().min(PIECE_BYTES - self.filled));
-            piece.memory[self.filled..][..now.len()].copy_from_slice(now);
-            self.filled += now.len();
-            if self.filled == PIECE_BYTES {
+            let (now, later) = bytes.split_at(bytes.len().min(self.pieces.room()));
+            self.pieces.write(now)?;
+            if self.pieces.room() == 0 {
                 self.flush()?;
             }
             bytes = later;
@@ -120,18 +79,15 @@ impl Upload<'_> {
     }
 
     fn flush(&mut self) -> Result<(), CudaError> {
-        if self.filled == 0 {
+        let bytes = self.pieces.written();
+        if bytes.is_empty() {
             return Ok(());
         }
-        let end = self.sent + self.filled;
-        let piece = &mut self.pieces[0];
+        let end = self.sent + bytes.len();
         let to = self.to.reborrow().part(self.sent..end);
-        // SAFETY: the piece is written to or freed only after the event behind the transfer.
-        unsafe { self.stream.upload_later(&piece.memory[..self.filled], to)? };
-        piece.used = true;
-        self.stream.record(&piece.sent)?;
-        (self.sent, self.filled) = (end, 0);
-        self.pieces.swap(0, 1);
-        Ok(())
+        // SAFETY: TURNS-1, for it is the next one's turn.
+        unsafe { self.stream.upload_later(bytes, to)? };
+        self.sent = end;
+        self.pieces.turn(self.stream)
     }
 }

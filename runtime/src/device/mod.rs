@@ -22,6 +22,7 @@ pub(crate) mod matrix;
 mod products;
 mod rotary;
 mod routing;
+mod sought;
 mod stored;
 mod timed;
 
@@ -39,6 +40,7 @@ pub use matrix::{Elements, HostMatrix, HostMatrixMut, Matrix, MatrixMut, MatrixM
 pub use products::{ProductKernel, Products};
 pub use rotary::{Pairing, RotaryTable, Turn};
 pub use routing::{ExpertGroups, Routing, Scoring};
+pub use sought::Sought;
 pub use stored::{EachMatrix, StoredMatrix, WeightUse};
 pub use timed::{OperationKind, Spent, Timed, Watch};
 
@@ -157,8 +159,9 @@ pub trait Device: Send + Sync + 'static {
         row_bytes: usize,
     ) -> Option<InFlight<'_>>;
 
-    /// The first row of `x` `[rows, n]` with an element that is no number or larger than `largest` in magnitude.
-    fn first_beyond(&self, x: Matrix<'_>, largest: f32) -> Option<usize>;
+    /// Looks for the first row of `x` `[rows, n]` with an element that is no number or larger than `largest` in magnitude.
+    /// Until the answer is [asked for](Sought::first) the device may compute.
+    fn seek_beyond(&self, x: Matrix<'_>, largest: f32) -> Sought<'_>;
 
     /// Begins to bring captured states to where operations are fastest, while something else is computed; nothing where
     /// that is the host.

@@ -8,8 +8,8 @@ use std::time::Instant;
 
 use super::{
     AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Buffer, Device, EachMatrix, Floats,
-    FloatsMut, Gate, Matrix, MatrixMut, Prepared, Products, RotaryTable, Routing, RowLoss, StoredMatrix,
-    TargetRow, Turn,
+    FloatsMut, Gate, Matrix, MatrixMut, Prepared, Products, RotaryTable, Routing, RowLoss, Sought,
+    StoredMatrix, TargetRow, Turn,
 };
 use crate::contract::HiddenDtype;
 use crate::cuda::{Arrival, InFlight, Stream};
@@ -230,9 +230,12 @@ impl<D: Device> Device for Timed<D> {
         self.time(OperationKind::Move, work, |d| d.widen(arrival, rows, out));
     }
 
-    fn first_beyond(&self, x: Matrix<'_>, largest: f32) -> Option<usize> {
+    fn seek_beyond(&self, x: Matrix<'_>, largest: f32) -> Sought<'_> {
         let work = pass(x.rows * x.cols);
-        self.time(OperationKind::Elementwise, work, |d| d.first_beyond(x, largest))
+        let within = &self.within;
+        self.time(OperationKind::Elementwise, work, |_| {
+            within.seek_beyond(x, largest)
+        })
     }
 
     fn checksum(&self, x: Floats<'_>) -> u64 {

@@ -1,6 +1,8 @@
 //! What a row costs the draft, known before any weight is: memory from the sizes of the very buffers of a step, work from
 //! the products of the forward and backward pass.
 
+use half::bf16;
+
 use super::error::DraftError;
 use super::head::block_elements;
 use super::layout::ParameterLayout;
@@ -31,6 +33,8 @@ pub struct RowCost {
     pub logit_bytes: u64,
     /// Bytes of the row's hidden states, widened to f32.
     pub batch_bytes: u64,
+    /// Bytes of the bf16 copies of factors that a GPU makes for products in bf16.
+    pub rounded_bytes: u64,
     /// Floating-point operations of all products, a multiply-add counted as two.
     pub flops: f64,
 }
@@ -53,8 +57,28 @@ impl DraftSpec {
             delta_bytes: bytes(Deltas::elements(&sizes, self)),
             logit_bytes: bytes(block_elements(self.draft_vocab_size, self.hidden_size)),
             batch_bytes: bytes(load.positions * (self.aux_layers + 1) * self.hidden_size),
+            rounded_bytes: self.rounded_bytes(&sizes),
             flops: self.row_flops(&sizes, load.visible),
         }
+    }
+
+    /// A product has two factors, and their copies are kept by size, which is a power of two: together those of all sizes up
+    /// to the largest come to four of that.
+    fn rounded_bytes(&self, sizes: &Sizes) -> u64 {
+        let (h, i) = (sizes.hidden, sizes.intermediate);
+        let weights = [
+            h * sizes.aux,
+            2 * h * sizes.query.max(sizes.key),
+            h * i,
+            h * self.draft_vocab_size,
+        ];
+        let rows = [
+            sizes.positions * sizes.aux.max(sizes.query),
+            sizes.stacked() * i.max(h).max(sizes.query),
+            block_elements(self.draft_vocab_size, h),
+        ];
+        let largest = weights.into_iter().chain(rows).max().unwrap_or(0) * size_of::<bf16>();
+        4 * largest.next_power_of_two() as u64
     }
 
     /// Multiply-adds of the products, twice.

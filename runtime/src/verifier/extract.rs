@@ -13,7 +13,7 @@ use super::residents::{Matrices, VectorsOn};
 use super::shard::{Peers, Shard};
 use super::{VerifierConfig, VerifierError, VerifierFiles};
 use crate::contract::HiddenDtype;
-use crate::device::{AttentionInputs, AttentionPlan, Buffer, Cpu, Device, Floats, Matrix, Products};
+use crate::device::{AttentionInputs, AttentionPlan, Buffer, Cpu, Device, Floats, Matrix, Products, Sought};
 use crate::digest::Digest;
 use crate::row::{HiddenStates, PackedRow};
 use crate::weights::WeightsError;
@@ -366,7 +366,7 @@ impl<D: Device> Verifier<D> {
             ..
         } = self;
         // A shard that finds a fault goes on, for the others wait for what it passes on.
-        let mut fault = None;
+        let mut checks = FiniteChecks::default();
         device.install(|| {
             decoder.forward(
                 device,
@@ -392,14 +392,15 @@ impl<D: Device> Verifier<D> {
                     device.attention(&block.call(plans.of(block.window())), &inputs, out, lse);
                 },
                 |layer, residual| {
-                    if fault.is_none() {
-                        fault = check_finite(device, residual, row.documents(), layer, largest).err();
-                    }
+                    checks.begin(device, layer, residual, largest);
                     capture(device, layer, residual);
                 },
             )
         })?;
-        fault.map_or(Ok(()), Err)
+        match checks.fault(row.documents()) {
+            None => Ok(()),
+            Some((document, layer)) => Err(VerifierError::NonFinite { document, layer }),
+        }
     }
 
     /// Checks that all tokens of a document are in the vocabulary.
@@ -467,19 +468,21 @@ pub(crate) fn largest_magnitude(dtype: HiddenDtype) -> f32 {
     }
 }
 
-/// Checks that the states `[tokens, hidden]` of all documents are at most `largest` in magnitude, and no NaN.
-pub(super) fn check_finite(
-    device: &impl Device,
-    states: Matrix<'_>,
-    mut documents: impl Iterator<Item = std::ops::Range<usize>>,
-    layer: u32,
-    largest: f32,
-) -> Result<(), VerifierError> {
-    let found = device
-        .first_beyond(states, largest)
-        .and_then(|row| documents.position(|document| document.contains(&row)));
-    match found {
-        Some(document) => Err(VerifierError::NonFinite { document, layer }),
-        None => Ok(()),
+/// Checks of the states of a pass. Their answers are asked for when it is over: between its layers nobody waits for a device.
+#[derive(Default)]
+pub(super) struct FiniteChecks<'d>(Vec<(u32, Sought<'d>)>);
+
+impl<'d> FiniteChecks<'d> {
+    /// Checks that the states `[tokens, hidden]` that enter a layer are at most `largest` in magnitude, and no NaN.
+    pub(super) fn begin(&mut self, device: &'d impl Device, layer: u32, states: Matrix<'_>, largest: f32) {
+        self.0.push((layer, device.seek_beyond(states, largest)));
+    }
+
+    /// The first layer whose states failed, and the first of these documents where they did: document, layer.
+    pub(super) fn fault(self, mut documents: impl Iterator<Item = Range<usize>>) -> Option<(usize, u32)> {
+        let mut checks = self.0.into_iter();
+        let (layer, row) = checks.find_map(|(layer, sought)| Some((layer, sought.first()?)))?;
+        let document = documents.position(|document| document.contains(&row))?;
+        Some((document, layer))
     }
 }

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::VerifierError;
 use super::decoder::Attending;
-use super::extract::{Plans, Verifier, check_finite};
+use super::extract::{FiniteChecks, Plans, Verifier};
 use super::shard::Peers;
 use crate::device::{AttentionInputs, AttentionPlan, Buffer, Device, Floats, Matrix, MatrixMut};
 
@@ -169,7 +169,7 @@ impl<D: Device> Verifier<D> {
             activations,
             ..
         } = self;
-        let mut fault: Option<(usize, u32)> = None;
+        let mut checks = FiniteChecks::default();
         device.install(|| {
             decoder.forward(
                 device,
@@ -204,15 +204,10 @@ impl<D: Device> Verifier<D> {
                     };
                     device.attention(&block.call(plans.of(block.window())), &inputs, out, lse);
                 },
-                |layer, residual| {
-                    let documents = documents.iter().cloned();
-                    let found = check_finite(device, residual, documents, layer, f32::MAX);
-                    if let (None, Err(VerifierError::NonFinite { document, layer })) = (fault, found) {
-                        fault = Some((document, layer));
-                    }
-                },
+                |layer, residual| checks.begin(device, layer, residual, f32::MAX),
             )
         })?;
+        let fault = checks.fault(documents.into_iter());
         let mut chosen = vec![0; group.len()];
         if self.shard().is_last() {
             self.choose(&last_rows, &mut chosen, peers)?;

@@ -8,8 +8,12 @@ use half::{bf16, f16};
 
 use super::linear::{Linear, Stored};
 use super::stored::Form;
+use super::tests::pack;
+use super::tiny::{HIDDEN, Tiny};
+use super::{Alone, Shard, Verifier, VerifierError};
+use crate::contract::HiddenDtype;
 use crate::cuda::{Cuda, CudaError, GpuMatrix, Precision};
-use crate::device::{Cpu, Device, Matrix, MatrixMut, Products, StoredMatrix};
+use crate::device::{Cpu, Device, Matrix, MatrixMut, Products, Sought, StoredMatrix};
 use crate::weights::{BlockFormat, Dtype, Encoding, MappedFile, RowOrder, TensorView};
 
 #[path = "../../tests/cuda/stack.rs"]
@@ -266,6 +270,59 @@ fn gpu(precision: Precision) -> Option<Cuda> {
     // Compiled once for all tests.
     drop(stack::Stack::open()?);
     Some(Cuda::new(&search, 0, cache, precision).expect("a gpu"))
+}
+
+/// Nobody waits for the answer between layers, and it names the first one all the same.
+#[test]
+fn a_gpu_finds_states_that_are_not_finite() {
+    let Some(first) = gpu(Precision::F32) else { return };
+    let values = [1.0, 2.0, 3.0, f32::NAN, 5.0, 6.0];
+    let sought = first.seek_beyond(Matrix::new(&values, 3, 2), f32::MAX);
+    assert!(matches!(sought, Sought::UnderWay(_)), "{sought:?}");
+    assert_eq!(sought.first(), Some(1));
+    for (largest, row) in [(3.0, Some(2)), (6.0, None)] {
+        let values = [1.0, -2.0, 3.0, -3.0, 5.0, -6.0];
+        assert_eq!(
+            first.seek_beyond(Matrix::new(&values, 3, 2), largest).first(),
+            row
+        );
+    }
+
+    let row = pack(&[vec![1, 2, 3], vec![4, 5], vec![6]]);
+    let spoiled = [
+        (
+            "model.embed_tokens.weight",
+            Some(5 * HIDDEN + 3),
+            f32::NAN,
+            (1, 0),
+        ),
+        ("model.embed_tokens.weight", Some(6 * HIDDEN), 3.4e38, (2, 0)),
+        ("model.layers.3.mlp.down_proj.weight", None, f32::INFINITY, (0, 4)),
+    ];
+    for (name, place, value, expected) in spoiled {
+        let mut tiny = Tiny::llama();
+        match place {
+            Some(place) => tiny.values(name)[place] = value,
+            None => tiny.values(name).fill(value),
+        }
+        let Some(gpu) = gpu(Precision::F32) else { return };
+        let mut verifier =
+            Verifier::load_on(gpu, tiny.folder().path(), None, Shard::WHOLE).expect("it can be loaded");
+        let error = verifier
+            .extract(&row, HiddenDtype::Bf16, &mut Alone)
+            .expect_err("not finite");
+        assert!(
+            matches!(error, VerifierError::NonFinite { document, layer } if (document, layer) == expected),
+            "{name}: {error}"
+        );
+        if place.is_some() {
+            // It is as good as before.
+            let row = pack(&[vec![1, 2, 3]]);
+            verifier
+                .extract(&row, HiddenDtype::Bf16, &mut Alone)
+                .expect("finite");
+        }
+    }
 }
 
 fn product(device: &impl Device, x: &[f32], weights: &Linear) -> Vec<f32> {

@@ -1,7 +1,7 @@
 //! Memory of a draft rank.
 
 use eaglet_runtime::collective::BucketPlan;
-use eaglet_runtime::draft::{DraftSpec, RowLoad};
+use eaglet_runtime::draft::{DraftSpec, RowCost, RowLoad};
 
 use super::{MemoryPart, Use, gpu_context, process, ring_bytes};
 use crate::preflight::links::state_bytes;
@@ -33,6 +33,8 @@ pub(crate) struct DraftRank<'a> {
     pub(crate) over_nccl: bool,
     /// Products go through AMX.
     pub(crate) packs: bool,
+    /// A GPU rounds the factors of its products to bf16.
+    pub(crate) rounds: bool,
 }
 
 impl DraftRank<'_> {
@@ -43,13 +45,7 @@ impl DraftRank<'_> {
 
     pub(crate) fn parts(&self) -> Vec<MemoryPart> {
         let spec = self.spec;
-        let positions = self.tokens_per_row as usize;
-        let cost = spec.row_cost(&RowLoad {
-            positions,
-            active: positions,
-            steps: self.steps,
-            visible: 0.0,
-        });
+        let cost = self.cost();
         let hidden = spec.hidden_size as u64;
         let embedding = 4 * spec.vocab_size as u64 * hidden;
         let frozen = embedding + 4 * (spec.draft_vocab_size as u64 + 1) * hidden;
@@ -85,6 +81,17 @@ impl DraftRank<'_> {
         parts
     }
 
+    /// A row of which every token is trained.
+    fn cost(&self) -> RowCost {
+        let positions = self.tokens_per_row as usize;
+        self.spec.row_cost(&RowLoad {
+            positions,
+            active: positions,
+            steps: self.steps,
+            visible: 0.0,
+        })
+    }
+
     /// The head and the weights of the layer that each TTT step multiplies with, in bf16, for both ways through them.
     fn packed_bytes(&self) -> u64 {
         let spec = self.spec;
@@ -115,7 +122,14 @@ impl DraftRank<'_> {
         // The row that is computed and the next one, as they came.
         let row = self.tokens_per_row * self.hidden_bytes_per_token;
         let rows = MemoryPart::new(Use::HiddenStates, 2 * row);
-        parts.chain(summing).chain([rows, gpu_context()]).collect()
+        let rounded = self
+            .rounds
+            .then(|| MemoryPart::new(Use::Activations, self.cost().rounded_bytes));
+        parts
+            .chain(summing)
+            .chain(rounded)
+            .chain([rows, gpu_context()])
+            .collect()
     }
 
     /// Gradients that are being summed, or the whole state on its way to a replacement, whichever is more.
@@ -185,6 +199,7 @@ mod tests {
             threads: 1,
             over_nccl: false,
             packs: false,
+            rounds: false,
         }
     }
 
@@ -229,6 +244,12 @@ mod tests {
         let row = rank.tokens_per_row * rank.hidden_bytes_per_token;
         assert_eq!(bytes_of(&gpu, Use::HiddenStates), 2 * row);
         assert_eq!(bytes_of(&gpu, Use::Exchange), 0);
+        let rounding = DraftRank { rounds: true, ..rank };
+        // The head is the largest factor, 437.5 MiB in bf16; copies of all sizes come to four of the next power of two.
+        assert_eq!(
+            bytes_of(&rounding.gpu_parts(), Use::Activations) - bytes_of(&gpu, Use::Activations),
+            4 * (512 << 20)
+        );
         let words = super::super::parts_in_words(&gpu);
         assert!(
             words.starts_with("master weights and moments 10.0 GB, "),

@@ -118,6 +118,7 @@ impl Plan<'_> {
             threads,
             over_nccl: self.config.training.collective == Collective::Nccl,
             packs: self.config.gpu_of(rank).is_none() && Self::packs(self.config.draft.products),
+            rounds: self.config.draft.products == Products::Bf16,
         };
         let plan = RankPlan {
             parameters,

@@ -14,7 +14,7 @@ use rayon::prelude::*;
 use super::{
     AdamWUpdate, Attention, AttentionGradients, AttentionInputs, Buffer, Device, EachMatrix, Floats,
     FloatsMut, Gate, HostMatrix, HostMatrixMut, Matrix, MatrixMut, Pairing, Prepared, ProductKernel,
-    Products, RotaryTable, Routing, RowLoss, StoredMatrix, TargetRow, Turn, check_capture,
+    Products, RotaryTable, Routing, RowLoss, Sought, StoredMatrix, TargetRow, Turn, check_capture,
 };
 
 use crate::contract::HiddenDtype;
@@ -125,7 +125,7 @@ impl Device for Cpu {
         None
     }
 
-    fn first_beyond(&self, x: Matrix<'_>, largest: f32) -> Option<usize> {
+    fn seek_beyond(&self, x: Matrix<'_>, largest: f32) -> Sought<'_> {
         let x = x.host();
         // Without a branch per element, so that it vectorises; NaN fails the comparison.
         let is_within = |values: &[f32]| {
@@ -133,7 +133,7 @@ impl Device for Cpu {
                 .iter()
                 .fold(true, |all, value| all & (value.abs() <= largest))
         };
-        (0..x.rows).find(|&r| !is_within(row(&x, r)))
+        Sought::Known((0..x.rows).find(|&r| !is_within(row(&x, r))))
     }
 
     fn checksum(&self, x: Floats<'_>) -> u64 {
