@@ -46,6 +46,8 @@ fn a_rank_without_a_coordinator_does_not_start() {
         "draft-0",
         "--generation",
         "0",
+        "--host",
+        "local",
         "--run-directory",
         &directory,
         "--parent",
