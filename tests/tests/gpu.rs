@@ -70,15 +70,10 @@ fn launch(directory: &Path, sets: &[&str], extra: &[(&str, &str)]) -> Option<Clu
 
 /// The undisturbed run.
 fn quiet() -> Option<&'static Path> {
-    static QUIET: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
-    let quiet = QUIET.get_or_init(|| {
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        let directory = folder.path().join("quiet");
-        completed(&launch(&directory, &[ON_GPUS], &[])?.finish());
-        assert_eq!(losses(&directory).len(), 0);
-        Some((folder, directory))
-    });
-    quiet.as_ref().map(|(_, directory)| directory.as_path())
+    static QUIET: Once = Once::new();
+    let quiet = once(&QUIET, |directory| launch(directory, &[ON_GPUS], &[]))?;
+    assert_eq!(losses(quiet).len(), 0);
+    Some(quiet)
 }
 
 /// Runs `eaglet` with a cluster of the repository.
@@ -107,6 +102,24 @@ fn has_driver() -> bool {
         .into_iter()
         .flatten()
         .any(|library| library["library"] == "the CUDA driver")
+}
+
+/// An undisturbed run, made once; `None` without stand-ins.
+type Once = OnceLock<Option<(tempfile::TempDir, PathBuf)>>;
+
+/// The directory of a run that is made by whoever asks for it first.
+fn once(cell: &'static Once, run: impl FnOnce(&Path) -> Option<Cluster>) -> Option<&'static Path> {
+    let made = cell.get_or_init(|| {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let directory = folder.path().join("undisturbed");
+        completed(&run(&directory)?.finish());
+        Some((folder, directory))
+    });
+    made.as_ref().map(|(_, directory)| directory.as_path())
+}
+
+fn log(directory: &Path, seat: &str) -> String {
+    std::fs::read_to_string(directory.join(format!("logs/{seat}.log"))).expect("a log")
 }
 
 #[test]

@@ -17,18 +17,8 @@ fn run_with(directory: &Path, sets: &[&str], extra: &[(&str, &str)]) -> Option<C
 
 /// The undisturbed run over links.
 fn over_links() -> Option<&'static Path> {
-    static QUIET: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
-    let quiet = QUIET.get_or_init(|| {
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        let directory = folder.path().join("links");
-        completed(&run_with(&directory, &[], &[])?.finish());
-        Some((folder, directory))
-    });
-    quiet.as_ref().map(|(_, directory)| directory.as_path())
-}
-
-fn log(directory: &Path, seat: &str) -> String {
-    std::fs::read_to_string(directory.join(format!("logs/{seat}.log"))).expect("a log")
+    static LINKS: Once = Once::new();
+    once(&LINKS, |directory| run_with(directory, &[], &[]))
 }
 
 #[test]
