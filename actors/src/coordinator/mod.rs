@@ -61,7 +61,7 @@ pub struct Launched {
     life: tokio::task::JoinHandle<()>,
     observer: tokio::task::JoinHandle<()>,
     hosts: Hosts,
-    helpers: Vec<tokio::task::JoinHandle<()>>,
+    callers: Vec<tokio::task::JoinHandle<()>>,
     directory: PathBuf,
 }
 
@@ -97,7 +97,7 @@ impl Launched {
         // A task that panicked has said so in the log.
         let _ = self.life.await;
         let _ = self.observer.await;
-        self.helpers.iter().for_each(tokio::task::JoinHandle::abort);
+        self.callers.iter().for_each(tokio::task::JoinHandle::abort);
         self.server.abort();
         Endpoint::remove(&self.directory);
     }
@@ -258,7 +258,7 @@ pub async fn launch(ready: Ready, options: LaunchOptions) -> anyhow::Result<Laun
     }
     // Hosts find the coordinator by that file.
     hosts.open(cluster.clone());
-    let helpers = calls
+    let callers = calls
         .into_iter()
         .map(|host| callers::call(host, &directory, cluster.clone()))
         .collect();
@@ -270,7 +270,7 @@ pub async fn launch(ready: Ready, options: LaunchOptions) -> anyhow::Result<Laun
         life,
         observer,
         hosts,
-        helpers,
+        callers,
         directory,
     })
 }
