@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::net::{IpAddr, UdpSocket};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -243,16 +243,18 @@ impl Tenancy {
         welcome: HostWelcome,
         exits: mpsc::UnboundedSender<Exit>,
     ) -> Result<Self, String> {
+        // It is there, for this host has read it; but ranks are told the coordinator's path of it.
+        if std::path::absolute(&options.run_directory).ok().as_ref() != Some(&welcome.run_directory) {
+            return Err(format!(
+                "{} is another path than the coordinator's, {}; ranks are told its paths, so use the same one",
+                options.run_directory.display(),
+                welcome.run_directory.display()
+            ));
+        }
         if let Some(missing) = welcome.needs.iter().find(|path| !path.exists()) {
             return Err(format!(
                 "there is no {} here; put it on a file system that all hosts share, or at the same path on each",
                 missing.display()
-            ));
-        }
-        if !is_same(&options.run_directory, &welcome.needs) {
-            return Err(format!(
-                "{} is another path than the coordinator's; ranks are told its paths, so use the same one",
-                options.run_directory.display()
             ));
         }
         Ok(Self {
@@ -325,12 +327,6 @@ impl Tenancy {
             }
         }
     }
-}
-
-/// Whether the first path of a list is this one.
-fn is_same(directory: &Path, needs: &[PathBuf]) -> bool {
-    let given = std::path::absolute(directory).unwrap_or_else(|_| directory.to_owned());
-    needs.first().is_none_or(|first| *first == given)
 }
 
 /// How ranks on GPUs are started here.

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use eaglet_actors::config::HostConfig;
 use eaglet_actors::host::{self, JoinOptions};
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -19,12 +20,9 @@ pub(crate) fn command(arguments: &JoinArgs) -> Result<Exit> {
         Some(name) => name.clone(),
         None => rustix::system::uname().nodename().to_string_lossy().into_owned(),
     };
-    // Not `localhost`'s business, and no folder of somebody's choice.
-    let is_name = name
-        .chars()
-        .all(|c| c.is_ascii_alphanumeric() || "._-".contains(c));
+    // A log file is called by it.
     ensure!(
-        is_name && !name.is_empty(),
+        HostConfig::is_name(&name),
         "`{name}` is no name of a host; use the name that [[hosts]] gives this machine"
     );
     wait_for_directory(arguments, &run_directory)?;

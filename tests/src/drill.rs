@@ -243,6 +243,16 @@ pub fn losses(directory: &Path) -> Vec<Loss> {
         .collect()
 }
 
+/// Asserts that a run has lost the occupants of these seats, in this order, and nobody else.
+///
+/// # Panics
+/// If not; with what it has lost.
+pub fn lost_only(directory: &Path, seats: &[&str]) {
+    let losses = losses(directory);
+    let lost: Vec<&str> = losses.iter().map(|loss| loss.seat.as_str()).collect();
+    assert_eq!(lost, seats, "{losses:#?}");
+}
+
 /// Asserts that every fault of a list struck exactly once and had its effect, and that nobody else was lost.
 ///
 /// # Panics

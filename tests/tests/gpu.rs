@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
 
-use eaglet_tests::drill::{losses, token};
+use eaglet_tests::drill::{losses, lost_only, token};
 use eaglet_tests::traces::{completed, nothing_is_left, same_weights};
 use eaglet_tests::{
     Cluster, Finished, PATIENT, QUICK_RESTARTS, ask, eaglet, final_weights, repository, send,

@@ -311,7 +311,8 @@ fn text(text: &str) -> ValueKind {
     ValueKind::String(text.to_owned())
 }
 
-fn is_name(text: &str) -> bool {
+/// Whether a text can name a folder: letters, digits, `.`, `_`, `-`, of which the first is a letter or digit.
+pub(crate) fn is_name(text: &str) -> bool {
     text.starts_with(|c: char| c.is_ascii_alphanumeric())
         && text
             .chars()

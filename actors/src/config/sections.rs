@@ -12,6 +12,7 @@ use eaglet_runtime::hub::HubModel;
 use eaglet_runtime::ids::{Role, Seat};
 use serde::{Deserialize, Serialize};
 
+use super::keys::is_name;
 use crate::engine::WhenExhausted;
 
 /// `[run]`: what the run is called and where it lives.
@@ -469,6 +470,13 @@ pub struct HostConfig {
     /// `join …` and runs it. Default none: somebody else, such as Slurm, runs `eaglet join` there.
     #[serde(default)]
     pub start: Vec<String>,
+}
+
+impl HostConfig {
+    /// Whether a host can have this name.
+    pub fn is_name(text: &str) -> bool {
+        is_name(text)
+    }
 }
 
 /// `[[ranks]]`: one process of the cluster.

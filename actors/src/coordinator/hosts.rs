@@ -19,7 +19,7 @@ use tokio::sync::{mpsc, watch};
 
 use super::cluster::ClusterMessage;
 use super::is_secret;
-use crate::config::{ClusterConfig, LOCAL};
+use crate::config::{ClusterConfig, HostConfig, LOCAL};
 use crate::engine::{Event, Notice};
 use crate::processes::{self, Starter};
 
@@ -37,11 +37,8 @@ struct Shared {
     local: Starter,
     /// Secret of the hosts of this launch.
     token: String,
-    /// Silence after which a host is lost, in ms.
-    dead_after_ms: u64,
-    remote: BTreeMap<String, HostWelcome>,
-    /// Addresses that `cluster.toml` gives to hosts.
-    addresses: BTreeMap<String, IpAddr>,
+    config: ClusterConfig,
+    /// Hosts of the seats that are not on this machine.
     places: BTreeMap<Seat, String>,
     table: Mutex<Table>,
     cluster: OnceLock<ActorRef<ClusterMessage>>,
@@ -88,43 +85,38 @@ impl Process {
 impl Hosts {
     /// The hosts of a configuration. Nobody has joined, and ranks start on this machine only.
     pub(super) fn new(config: &ClusterConfig, local: Starter, token: String) -> Self {
-        let supervision = &config.supervision;
-        let welcome = |name: &str| HostWelcome {
-            token: local.token.clone(),
-            log_format: local.log_format.clone(),
-            // Known when it joins.
-            address: IpAddr::from([0, 0, 0, 0]),
-            seats: config
-                .ranks
-                .iter()
-                .filter(|rank| rank.host == name)
-                .map(|rank| (rank.seat(), config.gpu_of(rank)))
-                .collect(),
-            needs: needs(config),
-            beat_interval_ms: supervision.beat_interval_ms,
-            lease_ms: supervision.coordinator_lease_ms,
-        };
-        let hosts = || config.hosts.iter();
         Self(Arc::new(Shared {
             token,
-            dead_after_ms: supervision.dead_after_ms.max(supervision.coordinator_lease_ms),
-            remote: hosts()
-                .map(|host| (host.name.clone(), welcome(&host.name)))
-                .collect(),
-            addresses: hosts()
-                .filter_map(|host| Some((host.name.clone(), host.address?)))
-                .collect(),
             places: config
                 .ranks
                 .iter()
-                .filter(|rank| rank.host != LOCAL)
+                .filter(|rank| !rank.is_local())
                 .map(|rank| (rank.seat(), rank.host.clone()))
                 .collect(),
+            config: config.clone(),
             local,
             table: Mutex::default(),
             cluster: OnceLock::new(),
             attended: watch::Sender::new(()),
         }))
+    }
+
+    /// What a host needs to work for this launch.
+    fn welcome(&self, host: &HostConfig, called_from: IpAddr) -> HostWelcome {
+        let Shared { local, config, .. } = &*self.0;
+        let ranks = config.ranks.iter().filter(|rank| rank.host == host.name);
+        let mut needs = vec![config.verifier.path.clone()];
+        needs.extend(config.samples.hidden_states.clone());
+        HostWelcome {
+            token: local.token.clone(),
+            log_format: local.log_format.clone(),
+            address: host.address.unwrap_or(called_from),
+            seats: ranks.map(|rank| (rank.seat(), config.gpu_of(rank))).collect(),
+            run_directory: local.run_directory.clone(),
+            needs,
+            beat_interval_ms: config.supervision.beat_interval_ms,
+            lease_ms: config.supervision.coordinator_lease_ms,
+        }
     }
 
     /// Lets hosts join; before, all of them are refused.
@@ -246,7 +238,7 @@ impl Hosts {
             cause: cause.clone(),
         }));
         // HOSTS-3
-        let lease_ms = self.0.remote.get(&name).map_or(0, |welcome| welcome.lease_ms);
+        let lease = self.0.config.supervision.coordinator_lease();
         let lost: Vec<(Seat, Generation)> = {
             let table = self.table();
             let here = |seat: &Seat| self.0.places.get(seat) == Some(&name);
@@ -257,7 +249,7 @@ impl Hosts {
                 .filter(|(seat, _)| here(seat))
                 .collect()
         };
-        tokio::time::sleep(Duration::from_millis(lease_ms)).await;
+        tokio::time::sleep(lease).await;
         for rank in lost {
             self.exited(rank, format!("its host {name} was lost: {cause}"));
         }
@@ -271,7 +263,9 @@ impl Hosts {
         events: &mut EventStream<HostEvent>,
         commands: &mpsc::Sender<HostCommand>,
     ) -> String {
-        let dead_after = Duration::from_millis(self.0.dead_after_ms);
+        let supervision = &self.0.config.supervision;
+        let dead_after =
+            Duration::from_millis(supervision.dead_after_ms.max(supervision.coordinator_lease_ms));
         let unread = || "it does not read its commands".to_owned();
         if commands.try_send(HostCommand::Welcome(welcome)).is_err() {
             return unread();
@@ -318,13 +312,6 @@ impl Hosts {
     }
 }
 
-/// What ranks on other machines read.
-fn needs(config: &ClusterConfig) -> Vec<PathBuf> {
-    let mut needs = vec![config.run.directory.clone(), config.verifier.path.clone()];
-    needs.extend(config.samples.hidden_states.clone());
-    needs
-}
-
 impl Receive for Hosts {
     fn receive(&self, joined: Joined) -> Result<(), Refusal> {
         let Joined {
@@ -341,8 +328,9 @@ impl Receive for Hosts {
         if !is_secret(&join.token, &self.0.token) {
             return Err(Refusal::passing("it belongs to another launch"));
         }
-        let Some(welcome) = self.0.remote.get(&join.name) else {
-            let known: Vec<&str> = self.0.remote.keys().map(String::as_str).collect();
+        let hosts = &self.0.config.hosts;
+        let Some(host) = hosts.iter().find(|host| host.name == join.name) else {
+            let known: Vec<&str> = hosts.iter().map(|host| host.name.as_str()).collect();
             return Err(Refusal::lasting(format!(
                 "cluster.toml has no host {}; its [[hosts]] are: {}",
                 join.name,
@@ -362,10 +350,7 @@ impl Receive for Hosts {
         }
         table.joined.insert(join.name.clone(), commands.clone());
         drop(table);
-        let welcome = HostWelcome {
-            address: self.0.addresses.get(&join.name).copied().unwrap_or(join.address),
-            ..welcome.clone()
-        };
+        let welcome = self.welcome(host, join.address);
         tracing::info!(host = join.name, pid = join.pid, address = %welcome.address, "a host joins");
         tokio::spawn(self.clone().attend(join, welcome, (events, commands)));
         Ok(())

@@ -112,7 +112,9 @@ pub struct HostWelcome {
     pub address: IpAddr,
     /// Its seats, and the GPU that each computes on, as the host counts them.
     pub seats: Vec<(Seat, Option<u16>)>,
-    /// Paths that must be there, as on the coordinator's machine.
+    /// The run directory, as ranks are told it.
+    pub run_directory: PathBuf,
+    /// Further paths that must be there, as on the coordinator's machine.
     pub needs: Vec<PathBuf>,
     /// Time between beats, in ms.
     pub beat_interval_ms: u64,

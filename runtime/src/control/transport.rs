@@ -107,20 +107,37 @@ pub struct Dialed<E = RankEvent, C = CoordinatorCommand> {
 /// # Errors
 /// If the coordinator does not answer within five seconds or refuses.
 pub async fn dial(address: &str, attach: Attach) -> Result<Dialed, TransportError> {
-    let wrong = |source: Box<dyn std::error::Error + Send + Sync>| TransportError::Connect {
-        address: address.to_owned(),
-        source,
-    };
-    let (events, queue) = mpsc::channel(QUEUED_MESSAGES);
-    // The queue is empty and open, so this cannot fail.
-    let _ = events.try_send(RankEvent::Attach(attach));
+    let (events, words) = first_said(RankEvent::Attach(attach));
     let mut client = connect(address).await?;
-    let commands = tokio::time::timeout(CONNECT_TIMEOUT, client.attach(ReceiverStream::new(queue)))
-        .await
-        .map_err(|e| wrong(e.into()))?
-        .map_err(|e| wrong(e.into()))?
+    let commands = answered(address, client.attach(words))
+        .await?
+        .map_err(|status| unreached(address, status))?
         .into_inner();
     Ok(Dialed { events, commands })
+}
+
+/// The queue of a stream towards the coordinator, with the first message in it.
+fn first_said<E: Send + 'static>(first: E) -> (mpsc::Sender<E>, ReceiverStream<E>) {
+    let (events, queue) = mpsc::channel(QUEUED_MESSAGES);
+    // The queue is empty and open, so this cannot fail.
+    let _ = events.try_send(first);
+    (events, ReceiverStream::new(queue))
+}
+
+/// What a coordinator answers, if it does so in time.
+async fn answered<T>(
+    address: &str,
+    answer: impl Future<Output = Result<T, Status>>,
+) -> Result<Result<T, Status>, TransportError> {
+    let answer = tokio::time::timeout(CONNECT_TIMEOUT, answer).await;
+    answer.map_err(|late| unreached(address, late))
+}
+
+fn unreached(address: &str, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> TransportError {
+    TransportError::Connect {
+        address: address.to_owned(),
+        source: source.into(),
+    }
 }
 
 /// Connects to the coordinator and joins it as a host.
@@ -128,16 +145,10 @@ pub async fn dial(address: &str, attach: Attach) -> Result<Dialed, TransportErro
 /// # Errors
 /// As [`dial`]; [`TransportError::Refused`] if it says why it does not want this host.
 pub async fn join(address: &str, join: Join) -> Result<Dialed<HostEvent, HostCommand>, TransportError> {
-    let (events, queue) = mpsc::channel(QUEUED_MESSAGES);
-    // The queue is empty and open, so this cannot fail.
-    let _ = events.try_send(HostEvent::Join(join));
+    let (events, words) = first_said(HostEvent::Join(join));
     let mut client = connect(address).await?;
-    let commands = tokio::time::timeout(CONNECT_TIMEOUT, client.join(ReceiverStream::new(queue)))
-        .await
-        .map_err(|error| TransportError::Connect {
-            address: address.to_owned(),
-            source: error.into(),
-        })?
+    let commands = answered(address, client.join(words))
+        .await?
         .map_err(|status| match status.code() {
             code @ (Code::PermissionDenied | Code::FailedPrecondition) => TransportError::Refused {
                 address: address.to_owned(),
@@ -146,10 +157,7 @@ pub async fn join(address: &str, join: Join) -> Result<Dialed<HostEvent, HostCom
                     is_passing: code == Code::FailedPrecondition,
                 },
             },
-            _ => TransportError::Connect {
-                address: address.to_owned(),
-                source: status.into(),
-            },
+            _ => unreached(address, status),
         })?
         .into_inner();
     Ok(Dialed { events, commands })
@@ -173,27 +181,20 @@ pub async fn operate(address: &str, call: OperatorCall) -> Result<OperatorReply,
             Code::Unauthenticated => TransportError::Stranger {
                 address: address.to_owned(),
             },
-            _ => TransportError::Connect {
-                address: address.to_owned(),
-                source: status.into(),
-            },
+            _ => unreached(address, status),
         })
 }
 
 async fn connect(address: &str) -> Result<ControlClient<Channel>, TransportError> {
-    let wrong = |error: tonic::transport::Error| TransportError::Connect {
-        address: address.to_owned(),
-        source: error.into(),
-    };
     let channel = Endpoint::from_shared(format!("http://{address}"))
-        .map_err(wrong)?
+        .map_err(|error| unreached(address, error))?
         .connect_timeout(CONNECT_TIMEOUT)
         .tcp_nodelay(true)
         .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
         .keep_alive_timeout(KEEPALIVE_TIMEOUT)
         .connect()
         .await
-        .map_err(wrong)?;
+        .map_err(|error| unreached(address, error))?;
     Ok(ControlClient::new(channel)
         .max_decoding_message_size(BODY_LIMIT_BYTES)
         .max_encoding_message_size(BODY_LIMIT_BYTES))

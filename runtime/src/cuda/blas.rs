@@ -349,23 +349,24 @@ impl Blas {
                 stream.raw(),
             )
         };
-        let chosen = match self.known(&own) {
-            // PRODUCT-2
+        // PRODUCT-2: its own comes first, where it has one.
+        let chosen = match self.known([&own, &key]) {
             Some(algorithm) => algorithm,
-            None => self.algorithm(&key, &desc)?,
+            None => self.choose(&key, &desc)?,
         };
         let code = multiply(&chosen);
         if code != NOT_SUPPORTED || own == key {
             return check("cublasLtMatmul", code);
         }
-        let algorithm = self.algorithm(&own, &desc)?;
+        let algorithm = self.choose(&own, &desc)?;
         tracing::warn!(?own, chosen_for = ?key, "a product gets an algorithm of its own: its last bits may differ");
         check("cublasLtMatmul", multiply(&algorithm))
     }
 
-    fn known(&self, key: &Key) -> Option<[u64; 8]> {
+    /// The algorithm that was chosen for the first of these that has one.
+    fn known(&self, keys: [&Key; 2]) -> Option<[u64; 8]> {
         let algorithms = self.algorithms.lock().unwrap_or_else(PoisonError::into_inner);
-        algorithms.get(key).copied()
+        keys.into_iter().find_map(|key| algorithms.get(key)).copied()
     }
 
     fn desc(&self, key: &Key) -> Result<Made<cublasLtMatmulDesc_t>, CudaError> {
@@ -436,11 +437,11 @@ impl Blas {
         })
     }
 
-    /// The algorithm of a kind of products; PRODUCT-1.
-    fn algorithm(&self, key: &Key, desc: &Made<cublasLtMatmulDesc_t>) -> Result<[u64; 8], CudaError> {
+    /// Chooses the algorithm of a kind of products, for good; PRODUCT-1.
+    fn choose(&self, key: &Key, desc: &Made<cublasLtMatmulDesc_t>) -> Result<[u64; 8], CudaError> {
         let mut algorithms = self.algorithms.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(algorithm) = algorithms.get(key) {
-            return Ok(*algorithm);
+            return Ok(*algorithm); // another thread was quicker
         }
         let mut raw = std::ptr::null_mut();
         // SAFETY: writes one handle.

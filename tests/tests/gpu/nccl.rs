@@ -49,13 +49,7 @@ fn members_that_die_over_nccl_leave_the_weights_of_the_quiet_run() {
     let mut cluster = run_with(&directory, &[OVER_NCCL], &[("EAGLET_FAULTS", faults)]).expect("as before");
     let tokens = BTreeSet::from([token(&mut cluster)]);
     completed(&cluster.finish());
-    let losses = losses(&directory);
-    let seats: Vec<&str> = losses.iter().map(|loss| loss.seat.as_str()).collect();
-    assert_eq!(
-        seats,
-        ["draft-1", "draft-1", "draft-0"],
-        "nobody else: {losses:#?}"
-    );
+    lost_only(&directory, &["draft-1", "draft-1", "draft-0"]);
     nothing_is_left(&directory, &tokens);
     same_weights(links, &directory);
 }
@@ -100,13 +94,7 @@ fn deaths_in_a_handover_leave_the_weights_of_the_quiet_run() {
         "draft-1:reducing@1=kill;draft-0:donating=kill;draft-0/1:computed@3=kill;draft-0/2:adopting=kill";
     let cluster = run_with(&directory, &[OVER_NCCL], &[("EAGLET_FAULTS", faults)]).expect("as before");
     completed(&cluster.finish());
-    let losses = losses(&directory);
-    let seats: Vec<&str> = losses.iter().map(|loss| loss.seat.as_str()).collect();
-    assert_eq!(
-        seats,
-        ["draft-1", "draft-0", "draft-0", "draft-0"],
-        "nobody else: {losses:#?}"
-    );
+    lost_only(&directory, &["draft-1", "draft-0", "draft-0", "draft-0"]);
     same_weights(links, &directory);
 }
 

@@ -44,13 +44,7 @@ fn slices_that_die_over_nccl_leave_the_weights_of_the_quiet_run() {
     let mut cluster = run_with(&directory, &[OVER_NCCL], &[("EAGLET_FAULTS", faults)]).expect("as before");
     let tokens = BTreeSet::from([token(&mut cluster)]);
     completed(&cluster.finish());
-    let losses = losses(&directory);
-    let seats: Vec<&str> = losses.iter().map(|loss| loss.seat.as_str()).collect();
-    assert_eq!(
-        seats,
-        ["verifier-1", "verifier-0", "verifier-0"],
-        "nobody else: {losses:#?}"
-    );
+    lost_only(&directory, &["verifier-1", "verifier-0", "verifier-0"]);
     nothing_is_left(&directory, &tokens);
     same_weights(links, &directory);
 }
