@@ -129,3 +129,24 @@ fn files_to_add_must_be_there() {
         "{text}"
     );
 }
+
+/// The README's first command names no binary.
+#[test]
+fn cargo_run_in_the_repository_means_eaglet() {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--format-version", "1", "--no-deps", "--offline"])
+        .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
+        .output()
+        .expect("cargo has built this test");
+    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).expect("metadata");
+    let list = |value: &serde_json::Value| value.as_array().cloned().unwrap_or_default();
+    let members = list(&metadata["workspace_default_members"]);
+    let binaries: Vec<String> = list(&metadata["packages"])
+        .iter()
+        .filter(|package| members.contains(&package["id"]))
+        .flat_map(|package| list(&package["targets"]))
+        .filter(|target| list(&target["kind"]).contains(&"bin".into()))
+        .map(|target| target["name"].to_string())
+        .collect();
+    assert_eq!(binaries, ["\"eaglet\""]);
+}
